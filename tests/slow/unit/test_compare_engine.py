@@ -14,13 +14,13 @@ import pytest
 from support.number_learners import DATA, LAYOUT, BowlLearner, bowl_loss
 
 from dips.core.errors import ConfigError
+from dips.core.ids import Version
 from dips.core.messages import DataRange
 from dips.lab.compare.engine import HOPELESS_VOIDS, Course, ServersRun, SimulationError, plan_of, run_data_parallel
 from dips.lab.compare.methods import METHODS, Injection
 from dips.lab.compare.record import CurvePoint, PushFact, RunRecord, at_tokens
 from dips.lab.compare.setup import ComparisonSetup, load_setup
 from dips.lab.sim.arithmetic import F32
-from dips.lab.sim.checks import version_of
 from dips.lab.sim.numbers import Numbers
 from dips.worker.state.effects import Finished
 
@@ -100,7 +100,7 @@ class TestARun:
             seen |= rows
 
     def test_it_is_evaluated_where_it_was_said_to_be(self, dips: Compared) -> None:
-        curve, whole = dips.record.curve, {str(version_of(r["version"])): flat for r, flat in dips.commits}
+        curve, whole = dips.record.curve, {str(Version(*r["version"])): flat for r, flat in dips.commits}
         known = [point for point in curve if point.loss is not None]
         for index in (1, 2):
             first = next(point for point in curve if point.tokens >= index * TOKENS / 3)

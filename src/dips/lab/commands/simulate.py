@@ -36,11 +36,9 @@ _DAY_S = 86_400.0
 
 def draw_resources(path: Path, report: ScaleReport) -> None:
     """Write the picture as PNG: accelerators that take part, cluster upon cluster, over the run's days."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from dips.lab.compare.pictures import empty_figure
 
-    figure = Figure(figsize=_INCHES, dpi=_DPI, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = empty_figure(_INCHES, _DPI)
     axes = figure.add_subplot()
     times_s, stacks = stacked(report)
     days = [at_s / _DAY_S for at_s in times_s]
@@ -120,8 +118,6 @@ def simulate(
     report = simulate_scenario(chosen, _Progress(chosen.run.hours))
     print(f"simulated in {format_seconds(time.monotonic() - began_s)}", file=sys.stderr)
     if picture is not None:
-        from dips.lab.commands.simulate import draw_resources
-
         draw_resources(picture, report)
     if as_json:
         print(json.dumps(report.to_json()))

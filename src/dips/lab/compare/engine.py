@@ -31,7 +31,6 @@ from dips.lab.compare.methods import Injection, Method, find_method
 from dips.lab.compare.record import CurvePoint, Evaluate, Progress, PushFact, RoundFact, RunRecord, at_tokens
 from dips.lab.compare.setup import ChangeTable, ComparisonSetup, Conditions
 from dips.lab.sim.arithmetic import F32, Arithmetic, Learner
-from dips.lab.sim.checks import push_of, version_of
 from dips.lab.sim.content import SYMBOLS
 from dips.lab.sim.kernel import SimulatedProcess
 from dips.lab.sim.network import LinkPlan, ProcessRates
@@ -40,6 +39,7 @@ from dips.lab.sim.run_plan import SimulatedRunPlan
 from dips.lab.sim.seed_run import SeedRun
 from dips.lab.sim.world import Host, MasterProcess
 from dips.master.config import MasterConfig
+from dips.master.state.ledger import push_from_json
 from dips.trainer.config import TrainConfig
 from dips.trainer.corpus import all_ranges, take_rows
 from dips.worker.state.effects import Finished
@@ -465,23 +465,17 @@ class ServersRun(Course):
 
     def journalled(self, master: MasterProcess, record: Mapping[str, Any]) -> None:
         super().journalled(master, record)
-        self._tally.journal(record, self._now_s)
+        self._tally.journal(record, self.kernel.now_s)
         if record["kind"] == "COMMIT" and self._versions is not None:
-            version = version_of(record["version"])
-            assert version is not None, "a COMMIT names its version"
-            self._commits[version] = record
-
-    @property
-    def _now_s(self) -> float:
-        return self.kernel.now_s
+            self._commits[Version(*record["version"])] = record
 
     def appeared(self, version: Version) -> None:
         if not self._curve:
-            self._tally.began_s = self._now_s
+            self._tally.began_s = self.kernel.now_s
             self._at_begin = self._made()
             for change in self._setup.changes:
                 self.kernel.after(change.at, None, self._change, change)
-        tokens, at_s, done = self._tally.tokens[version], self._now_s - self._tally.began_s, self._done
+        tokens, at_s, done = self._tally.tokens[version], self.kernel.now_s - self._tally.began_s, self._done
         if self._versions is not None:
             self._versions(self._commits.pop(version), self.parameters(version))
         self._add(version, tokens, at_s)
@@ -531,7 +525,7 @@ class ServersRun(Course):
     def _record(self) -> RunRecord:
         setup, tally, hopeless = self._setup, self._tally, self._hopeless()
         if hopeless:
-            self._ends_s, self._at_end = self._now_s - tally.began_s, self._made()
+            self._ends_s, self._at_end = self.kernel.now_s - tally.began_s, self._made()
         loss, virtual_s = (None, self._ends_s) if hopeless else at_tokens(self._curve, setup.run.tokens)
         assert hopeless or self._done, "the master ends a run at its tokens"
         untrained = self._done and self._evaluate is None
@@ -609,15 +603,14 @@ class RunTally:
             self.facts.append(fact)
 
     def _committed(self, record: Mapping[str, Any], now_s: float) -> None:
-        version = version_of(record["version"])
-        assert version is not None, "a COMMIT names its version"
+        version = Version(*record["version"])
         self.tokens[version] = record["tokens"]
         if record["judgement"] is not None:
             self.rounds, self.voids_in_a_row = self.rounds + 1, 0
             self.facts.append(self._fact(record, version, now_s))
             for item in record["participants"]:
                 if item["verdict"] == "APPLIED":
-                    self.cluster_tokens[push_of(item["push"]).cluster] += item["tokens"]
+                    self.cluster_tokens[push_from_json(item["push"]).cluster] += item["tokens"]
         self._version = version
 
     def _fact(self, record: Mapping[str, Any], version: Version | None, now_s: float) -> RoundFact:
@@ -633,8 +626,7 @@ class RunTally:
         )
 
     def _push(self, item: Mapping[str, Any], record: Mapping[str, Any], judged: Mapping[str, Any]) -> PushFact:
-        push, base = push_of(item["push"]), version_of(item["base"])
-        assert base is not None, "only the seed has no base"
+        push, base = push_from_json(item["push"]), Version(*item["base"])  # only the seed has no base
         assert self._version is not None, "and it is merged unjudged"
         why = "merged" if item["verdict"] == "APPLIED" else judged["rejected"].get(push.cluster, record.get("reason"))
         return PushFact(

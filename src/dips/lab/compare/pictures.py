@@ -43,7 +43,7 @@ class _Point:
 def draw_curves(path: Path, labelled: Sequence[tuple[str, RunRecord]], along: Along, title: str) -> None:
     """Write held-out losses as PNG. One colour for each label; its first run is drawn in full colour, further ones
     pale."""
-    figure = _figure(_CURVES_INCHES)
+    figure = empty_figure(_CURVES_INCHES)
     axes = figure.add_subplot()
     labels = list(dict.fromkeys(label for label, _ in labelled))
     seen: set[str] = set()
@@ -74,7 +74,7 @@ def draw_bars(
     path: Path, groups: Sequence[str], series: Sequence[tuple[str, Sequence[float]]], ylabel: str, title: str
 ) -> None:
     """Write bars as PNG. series: (label, one value for each group)."""
-    figure = _figure(_CURVES_INCHES)
+    figure = empty_figure(_CURVES_INCHES)
     axes = figure.add_subplot()
     width = 0.8 / max(1, len(series))
     for index, (label, values) in enumerate(series):
@@ -89,11 +89,11 @@ def draw_bars(
     figure.savefig(path, format="png")
 
 
-def _figure(inches: tuple[float, float]) -> Figure:
+def empty_figure(inches: tuple[float, float], dpi: int = _DPI) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=inches, dpi=_DPI, layout="constrained")
+    figure = Figure(figsize=inches, dpi=dpi, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
@@ -129,7 +129,7 @@ def _curve(axes: Axes, curve: Sequence[CurvePoint], along: Along, index: int, la
 def _draw_pushes(path: Path, records: Sequence[RunRecord], quantity: str, ylabel: str, *, logarithmic: bool) -> None:
     shown = [record for record in records if record.judged]
     rows, columns = max(1, math.ceil(len(shown) / _COLUMNS)), min(_COLUMNS, max(1, len(shown)))
-    figure = _figure((_PANEL_INCHES[0] * _COLUMNS, _PANEL_INCHES[1] * rows + 0.5))
+    figure = empty_figure((_PANEL_INCHES[0] * _COLUMNS, _PANEL_INCHES[1] * rows + 0.5))
     for place, record in enumerate(shown, 1):
         axes = figure.add_subplot(rows, columns, place)
         points = [

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dips.core.ids import Incarnation, PushId, Version
+from dips.core.ids import PushId, Version
 from dips.core.layout import Chunk, chunks_of, shard_digest
 from dips.core.machine import HISTORY_LENGTH
 from dips.core.messages import ClusterRequest, HeartbeatRequest, VerdictKind
@@ -26,7 +26,7 @@ from dips.lab.sim.hosts.slave import SlaveHost
 from dips.lab.sim.kernel import SimulatedProcess
 from dips.master.state import pacing
 from dips.master.state.leases import MAX_RANGES_IN_A_MESSAGE
-from dips.master.state.ledger import APPLIED_KEPT
+from dips.master.state.ledger import APPLIED_KEPT, push_from_json
 from dips.master.state.pulls import MAX_READERS
 from dips.master.state.shared import COMMITS_KEPT, RECENT_ROUNDS
 from dips.master.state.slave_links import DIALS_AGAIN_BEATS
@@ -87,8 +87,7 @@ class Checks:
     def journalled(self, record: Mapping[str, Any], slave_of_block: Mapping[int, str]) -> None:
         """Take a durable record of the journal."""
         if record["kind"] in ("COMMIT", "ROLLBACK", "RESHARD"):
-            version = version_of(record["version"])
-            assert version is not None, "it names its version"
+            version = Version(*record["version"])
             self.digests[version], self.placed[version] = dict(record["digests"]), slave_of_block
             if len(self.digests) > KEPT_VERSIONS:
                 oldest = min(self.digests)
@@ -96,7 +95,7 @@ class Checks:
             self.note_applied(record)
 
     def note_applied(self, record: Mapping[str, Any]) -> None:
-        self.applied |= {str(push_of(p["push"])) for p in record["participants"] if p["verdict"] == "APPLIED"}
+        self.applied |= {str(push_from_json(p["push"])) for p in record["participants"] if p["verdict"] == "APPLIED"}
 
     def journal_lost(self) -> None:
         """The master's disk is lost, or restored from a copy."""
@@ -131,21 +130,6 @@ class Checks:
             return
         if not self.world.may_roll_back:
             self.world.violated(f"published went from {before} to {version}, and no disk was lost (I17)")
-
-
-def version_of(raw: Any) -> Version | None:
-    """Parse a version from a pair or from "timeline:v"."""
-    if raw is None:
-        return None
-    if isinstance(raw, str):
-        timeline, v = raw.split(":")
-        return Version(int(timeline), int(v))
-    return Version(*raw)
-
-
-def push_of(raw: Any) -> PushId:
-    cluster, epoch, n, seq = raw
-    return PushId(cluster, Incarnation(epoch, n), seq)
 
 
 # ---- content checks --------------------------------------------------------------------------------------------------
@@ -200,13 +184,12 @@ class ContentChecks(Checks):
             case "RESHARD":
                 self._resharded(record, slave_of_block)
             case "ADOPT":
-                self._adopted(version_of(record["version"]))
+                self._adopted(Version(*record["version"]))
 
     def _committed(self, record: Mapping[str, Any], slave_of_block: Mapping[int, str]) -> None:
-        version = version_of(record["version"])
-        assert version is not None, "a COMMIT names its version"
+        version = Version(*record["version"])
         accepted = [item for item in record["participants"] if item["verdict"] == "APPLIED"]
-        vectors = [self.pushes.get(push_of(item["push"])) for item in accepted]
+        vectors = [self.pushes.get(push_from_json(item["push"])) for item in accepted]
         if any(vector is None for vector in vectors):
             self.world.violated(f"version {version} merges a push that no cluster sent")
             return
@@ -248,11 +231,12 @@ class ContentChecks(Checks):
         return {key_of(chunk): after(chunk) for chunk in self.chunks}
 
     def _rolled_back(self, record: Mapping[str, Any], slave_of_block: Mapping[int, str]) -> None:
-        version, origin = version_of(record["version"]), version_of(record["origin"])
-        assert version is not None, "a ROLLBACK names its version"
-        known = self.content.get(origin) if origin is not None else None
+        version, origin = Version(*record["version"]), record["origin"]
+        known = self.content.get(Version(*origin)) if origin is not None else None
         if known is None:
-            self.world.violated(f"version {version} goes back to {origin}, which was never committed")
+            self.world.violated(
+                f"version {version} goes back to {origin and Version(*origin)}, which was never committed"
+            )
             return
         content = {key: (theta, 0, 0) for key, (theta, _, _) in known.items()} if record.get("donor") else known
         self._check_digests(version, content, record["digests"], slave_of_block)
@@ -261,9 +245,8 @@ class ContentChecks(Checks):
 
     def _resharded(self, record: Mapping[str, Any], slave_of_block: Mapping[int, str]) -> None:
         """A RESHARD: the same parameters and momentum on other slaves, and no residual."""
-        version, before = version_of(record["version"]), version_of(record["from_version"])
-        assert version is not None, "a RESHARD names its version"
-        known = self.content.get(before) if before is not None else None
+        version, before = Version(*record["version"]), Version(*record["from_version"])
+        known = self.content.get(before)
         if known is None:
             self.world.violated(f"version {version} moves {before}, which was never committed")
             return
@@ -274,9 +257,8 @@ class ContentChecks(Checks):
         if self.content.setdefault(version, known) != known:
             self.world.violated(f"version {version} has two contents (I2)")
 
-    def _adopted(self, version: Version | None) -> None:
+    def _adopted(self, version: Version) -> None:
         """An ADOPT: the slaves' history is taken over; versions that only a lost journal had are forgotten."""
-        assert version is not None, "an ADOPT names its version"
         self.unseen |= {known for known in self.content if known > version and known not in self.ever_published}
 
     def journal_lost(self) -> None:
@@ -459,9 +441,9 @@ class Budgets:
 
     def _of_cluster(self, cluster: ClusterHost) -> Used:
         session, plan = cluster.session, self._world.plan
-        if session is None:
+        if session is None or cluster.ranks is None:
             return
-        yield "transfers of a cluster", cluster.n_transfers, 2
+        yield "transfers of a cluster", cluster.ranks.n_jobs, 2
         if plan.data.chunk_tokens:
             ranges = len(session.shared.work.all_ranges())
             yield "ranges that a cluster holds", ranges, MAX_RANGES_IN_A_MESSAGE

@@ -80,7 +80,7 @@ class Kernel:
         self.now_s = 0.0
         self.handled = 0
         self.story: list[str] = []
-        self._tell = tell
+        self.telling = tell
         self._heap: list[tuple[float, int, SimulatedProcess | None, int, Action, tuple[Any, ...]]] = []
         self._numbers = 0
         self._hash = hashlib.blake2b(digest_size=16)
@@ -123,17 +123,13 @@ class Kernel:
     def note(self, who: str, what: str) -> None:
         """Note an event: into the hash, and into the event history if it is kept."""
         self._hash.update(f"{self.now_s:.9f} {who} {what}\n".encode())
-        if self._tell:
+        if self.telling:
             self.story.append(f"{self.now_s:9.4f}  {who:<9} {what}")
 
     def aside(self, who: str, what: str) -> None:
         """Note a line only in the event history."""
-        if self._tell:
+        if self.telling:
             self.story.append(f"{self.now_s:9.4f}  {who:<9}   {what}")
-
-    @property
-    def telling(self) -> bool:
-        return self._tell
 
     @property
     def trace_hash(self) -> str:

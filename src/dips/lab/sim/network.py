@@ -351,7 +351,8 @@ class Stream:
         self._deliver(source, target, target.hear, message)
 
     def close(self, source: End, refusal: Any = None) -> None:
-        """Close this end; the other one learns it, if it can be reached."""
+        """Close this end, as the system does where its process has ended; the other one learns it, if it can be
+        reached."""
         if not source.open:
             return
         source.open = False
@@ -359,10 +360,6 @@ class Stream:
         if target.open and not self._network.is_cut(source.name, target.name):
             self._deliver(source, target, lambda why: self._hung_up(target, why), refusal)
         self._forget_if_over()
-
-    def died(self, source: End) -> None:
-        """The process of this end has ended: its system resets the connection."""
-        self.close(source)
 
     def break_now(self) -> None:
         """Reset the stream: both ends learn it; messages under way are lost."""

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 
 from dips.core.ids import Version
-from dips.core.layout import FLOAT32_BYTES, Block, Chunk, Layout, checksum, shard_digest
+from dips.core.layout import FLOAT32_BYTES, Block, Chunk, Layout, checksum, chunks_of, shard_digest
 from dips.core.math import wire_numba
 from dips.core.messages import BlockGram, DataRange, Prepare
 from dips.core.net.payloads import Difference, Differences, Places
@@ -128,7 +129,8 @@ class NumberShard:
         sizes = (block.n_elems for block in blocks)
         needed = shard_bytes_needed(sizes, chunk_bytes, n_slots, pins=0, pull_wire=pull_wire)
         self._memory = ShardMemory(blocks, chunk_bytes, n_slots, needed, pull_wire=pull_wire)
-        self._spans = _chunk_spans(blocks, chunk_bytes)
+        sizes = (chunk.length_bytes // FLOAT32_BYTES for chunk in chunks_of(blocks, chunk_bytes))
+        self._spans = list(pairwise(accumulate(sizes, initial=0)))  # of each chunk, in (block, offset) order
 
     def clear(self, slot: int) -> None:
         """Nothing to do: a row is read only after all its chunks have arrived."""
@@ -201,17 +203,6 @@ class NumberShard:
 
     def residual_from(self, data: U8) -> U8 | None:
         return data if data.size else None
-
-
-def _chunk_spans(blocks: Sequence[Block], chunk_bytes: int) -> list[tuple[int, int]]:
-    """First and last-plus-one element in the shard of each chunk, in (block, offset) order."""
-    spans, start = [], 0
-    for block in blocks:
-        for offset in range(0, block.n_bytes, chunk_bytes):
-            stop = start + min(chunk_bytes, block.n_bytes - offset) // FLOAT32_BYTES
-            spans.append((start, stop))
-            start = stop
-    return spans
 
 
 class Numbers:

@@ -213,19 +213,12 @@ class SimulatedRunPlan:
         return self.config.settings.durability
 
     def session_config(
-        self,
-        name: str,
-        run_id: str = "",
-        curve_key: bytes = b"",
-        process_id: bytes = b"",
-        rank_keys: tuple[bytes, ...] = (),
-        pushers: int = 1,
+        self, name: str, curve_key: bytes, process_id: bytes, rank_keys: tuple[bytes, ...], pushers: int
     ) -> SessionConfig:
         return SessionConfig(
             ClusterId(name),
             self.layout,
             self.data,
-            run_id=run_id,
             declared_tokens_per_s=self._most_tokens(name) / self.step_s_of(name) if self.declared else 0.0,
             connect_wait_s=1e6,
             call_deadline_s=self.call_deadline_s,

@@ -219,7 +219,7 @@ class SeedRun(FaultWorld):
         """End every fault, start dead processes again and end the pause of the run."""
         self.kernel.note("world", "healed")
         self.healed = True
-        register.heal(self)
+        self.watchers.clear()
         self.net.mend_all()
         self.disk.full, self.disk.flush_factor = False, 1.0
         for master in self.masters[1:]:
@@ -240,7 +240,7 @@ class SeedRun(FaultWorld):
         for host in (*self.masters[:1], *standby, *self.slaves.values(), *self.clusters.values()):
             host.resume()
             if not host.alive:
-                self.kernel.after(self.kernel.jitter(0.2), None, self._boot_if_dead, host)
+                self.kernel.after(self.kernel.jitter(0.2), None, self.boot_if_dead, host)
         self._operator_watches()
 
     def _operator_watches(self) -> None:

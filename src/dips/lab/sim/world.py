@@ -49,6 +49,16 @@ class Host(SimulatedProcess, ABC):
     def boot(self) -> None:
         """Start the process."""
 
+    def kill(self) -> None:
+        """kill -9."""
+        self.end_process()
+
+    def struck_dead(self, fault: str) -> None:
+        """A fault that waited for its moment kills the process."""
+        self.world.fired(fault)
+        self.kill()
+        self.world.died(self)
+
 
 class MasterProcess(Host):
     """What the other processes see of a master."""
@@ -257,23 +267,17 @@ class World:
     def master_ended(self, master: MasterProcess, code: int, sentence: str) -> None:
         """The master's process ended by itself."""
 
-    def master_died(self, master: MasterProcess) -> None:
-        """The master was killed by a fault that waited for its moment."""
+    def died(self, host: Host) -> None:
+        """The process was killed by a fault that waited for its moment, or by an error of its disk."""
 
     def slave_stopped(self, slave: SlaveProcess) -> None:
         """The slave stopped because the master asked it to."""
-
-    def slave_died(self, slave: SlaveProcess) -> None:
-        """The slave was killed by a fault that waited for its moment."""
 
     def gave_up(self, slave: SlaveProcess, why: Refused) -> None:
         """The slave has a permanent refusal and can only end."""
 
     def name_taken(self, slave: SlaveProcess) -> None:
         """A second process under a slave's name, which was free for long enough, is attached in its place and ends."""
-
-    def cluster_died(self, cluster: Host) -> None:
-        """The cluster was killed by a fault that waited for its moment."""
 
     def cluster_ended(self, cluster: Host, finished: Finished) -> None:
         """The cluster's process ended by itself."""

@@ -5,7 +5,7 @@ None of them may change the state of another process; the invariants check that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -35,11 +35,16 @@ from dips.core.messages import (
 )
 from dips.core.net.data_header import DataHeader, DataOp
 from dips.core.wire import Codec
-from dips.lab.sim.faults.processes import a_cluster, a_slave, the_master
-from dips.lab.sim.faults.world import FaultWorld
+from dips.lab.sim.faults.processes import a_cluster, a_slave, operate, running_master, the_master
+from dips.lab.sim.faults.world import Faults, FaultWorld
+from dips.lab.sim.hosts.cluster import ClusterHost
+from dips.lab.sim.hosts.master import MasterHost
+from dips.lab.sim.hosts.slave import SlaveHost
 from dips.lab.sim.kernel import SimulatedProcess
-from dips.master.state.effects import OperatorAction, Pause, Resume, Stop
+from dips.master.state.effects import Pause, Resume, Stop
 from dips.master.state.records import PushPhase
+
+FAULTS, OPERATORS = Faults(), Faults()
 
 HELLO = Hello(1, 1, ("codec-f32",), "bad request")
 FOREIGN_LAYOUT = Layout((Parameter("other.w", (7,), "float32", "other"),))
@@ -54,8 +59,8 @@ def _caller(world: FaultWorld, **changes: Any) -> Caller | None:
 
 
 def _send(world: FaultWorld, request: ClusterRequest) -> bool:
-    master = the_master(world)
-    if master is None or master.paused:
+    master = running_master(world)
+    if master is None:
         return False
     world.kernel.aside("world", f"bad request {type(request).__name__}")
     master.called_blindly(request)
@@ -81,43 +86,45 @@ def _as(world: FaultWorld, caller: Caller | None) -> bool:
     return caller is not None and _send(world, world.kernel.rng.choice(_calls(caller, world)))
 
 
+@FAULTS.add()
 def wrong_run_id(world: FaultWorld) -> bool:
     return _as(world, _caller(world, run_id="another-run"))
 
 
+@FAULTS.add()
 def old_incarnation(world: FaultWorld) -> bool:
     return _as(world, _caller(world, incarnation=Incarnation(1, 0)))
 
 
-def old_epoch(world: FaultWorld) -> bool:
-    caller = _caller(world)
-    return _as(world, replace(caller, epoch=caller.epoch - 1) if caller else None)
+@FAULTS.of(_caller)
+def old_epoch(world: FaultWorld, caller: Caller) -> bool:
+    return _as(world, replace(caller, epoch=caller.epoch - 1))
 
 
+@FAULTS.add()
 def unknown_cluster(world: FaultWorld) -> bool:
     return _as(world, _caller(world, name="nobody"))
 
 
-def absurd_tokens(world: FaultWorld) -> bool:
+@FAULTS.of(_caller)
+def absurd_tokens(world: FaultWorld, caller: Caller) -> bool:
     """Push absurd token counts in the name of an honest cluster, whose own push may at most be aborted."""
-    caller = _caller(world)
-    base = world.published
-    if caller is None or base is None:
+    if (base := world.published) is None:
         return False
     tokens = world.kernel.rng.choice((0, -5, 1 << 62))
     return _send(world, BeginPushRequest(caller, 10**6, base, 0, (), tokens, 3))
 
 
-def foreign_ranges(world: FaultWorld) -> bool:
-    caller = _caller(world)
-    base = world.published
-    if caller is None or base is None:
+@FAULTS.of(_caller)
+def foreign_ranges(world: FaultWorld, caller: Caller) -> bool:
+    if (base := world.published) is None:
         return False
     ranges = (DataRange(world.kernel.rng.randint(1, 9), 0, 0, 0, 4),)
     request = BeginPushRequest(caller, 10**6, base, 0, ranges, 4, 3)
     return _send(world, world.kernel.rng.choice((request, ReturnDataRequest(caller, ranges))))
 
 
+@FAULTS.add()
 def wrong_layout(world: FaultWorld) -> bool:
     plan = world.plan
     caller = Caller("", 0, "stranger", None, "bad request")
@@ -129,12 +136,14 @@ def wrong_layout(world: FaultWorld) -> bool:
     return _send(world, JoinRequest(caller, HELLO, layout, claimed, plan.data))
 
 
+@FAULTS.add()
 def replayed_request(world: FaultWorld) -> bool:
     """An earlier request arrives once more."""
     honest = [r for r in world.requests if not isinstance(r, JoinRequest | LeaveRequest)]
     return bool(honest) and _send(world, world.kernel.rng.choice(honest))
 
 
+@FAULTS.add()
 def repeated_begin_push(world: FaultWorld) -> bool:
     """The open push is begun once more while it is sent: what was sent for the previous attempt is late."""
     for cluster in world.clusters.values():
@@ -149,29 +158,27 @@ def repeated_begin_push(world: FaultWorld) -> bool:
     return False
 
 
-def repeated_welcome(world: FaultWorld) -> bool:
-    master = the_master(world)
-    return master is not None and not master.paused and master.welcome_again()
+@FAULTS.of(running_master)
+def repeated_welcome(world: FaultWorld, master: MasterHost) -> bool:
+    return master.welcome_again()
 
 
-def returned_in_its_name(world: FaultWorld) -> bool:
+@FAULTS.of(a_cluster)
+def returned_in_its_name(world: FaultWorld, cluster: ClusterHost) -> bool:
     """Another process returns the data that a cluster trains on: its push cannot count, and it must still go on."""
-    cluster = a_cluster(world)
-    if cluster is None or cluster.session is None or cluster.session.shared.terms.incarnation is None:
+    if cluster.session is None or cluster.session.shared.terms.incarnation is None:
         return False
     work = cluster.session.shared.work
     ranges = work.pending.ranges or work.held
     return bool(ranges) and _send(world, ReturnDataRequest(cluster.session.shared.terms.caller("bad request"), ranges))
 
 
+@FAULTS.add(armed=True)
 def finished_behind_its_back(world: FaultWorld) -> bool:
     """A cluster gets no answer from slaves while its last chunks arrive, and another process finishes its push. Counted
     when that happens."""
 
-    def watch(role: str, process: SimulatedProcess, kind: str, fields: Mapping[str, Any]) -> None:
-        if (role, kind) != ("slave", "staged"):
-            return
-        world.watchers.remove(watch)
+    def strike(process: SimulatedProcess, fields: Mapping[str, Any]) -> None:
         name = str(fields["push"]).partition("/")[0]
         pairs = [(slave, name) for slave in world.slaves]
         world.net.cut_off(pairs)
@@ -179,7 +186,7 @@ def finished_behind_its_back(world: FaultWorld) -> bool:
         for tries in range(35):
             world.kernel.after(0.2 * (tries + 1), None, _finish_in_its_name, world, name)
 
-    world.watchers.append(watch)
+    world.once("slave", "staged", "", strike)
     return True
 
 
@@ -196,20 +203,21 @@ def _finish_in_its_name(world: FaultWorld, name: str) -> None:
         _send(world, FinishPushRequest(caller, push.id.seq, push.attempt, digests))
 
 
-def used_up_numbers(world: FaultWorld) -> bool:
+@FAULTS.of(a_cluster)
+def used_up_numbers(world: FaultWorld, cluster: ClusterHost) -> bool:
     """Another process asks, in a cluster's name, for the verdict of its future pushes: their numbers become void."""
-    cluster = a_cluster(world)
     caller = _caller(world)
-    if cluster is None or caller is None or caller.incarnation is None or cluster.session is None:
+    if caller is None or caller.incarnation is None or cluster.session is None:
         return False
     push = PushId(ClusterId(caller.name), caller.incarnation, world.clusters[caller.name].next_seq + 1)
     return _send(world, AwaitVerdictRequest(caller, push, 1.0))
 
 
-def replayed_word_of_slave(world: FaultWorld) -> bool:
+@FAULTS.of(a_slave)
+def replayed_word_of_slave(world: FaultWorld, slave: SlaveHost) -> bool:
     """A slave's old message arrives on its stream again, also one of an earlier incarnation."""
-    slave, master = a_slave(world), the_master(world)
-    if slave is None or master is None or master.paused or not slave.said:
+    master = running_master(world)
+    if master is None or not slave.said:
         return False
     link, message = world.kernel.rng.choice(slave.said)
     if isinstance(message.body, SlaveHello):
@@ -218,10 +226,10 @@ def replayed_word_of_slave(world: FaultWorld) -> bool:
     return True
 
 
-def stranger_among_slaves(world: FaultWorld) -> bool:
+@FAULTS.of(running_master)
+def stranger_among_slaves(world: FaultWorld, master: MasterHost) -> bool:
     """A hello under a name that is not of this run, and one that lies about its run."""
-    master = the_master(world)
-    if master is None or master.paused or world.published is None:
+    if world.published is None:
         return False
     body = SlaveHello(HELLO, "tcp://stranger:1", 1 << 20, 0)
     run_id = world.kernel.rng.choice((world.run_id, "another-run"))
@@ -229,10 +237,10 @@ def stranger_among_slaves(world: FaultWorld) -> bool:
     return True
 
 
-def garbage_chunks(world: FaultWorld) -> bool:
+@FAULTS.of(a_slave)
+def garbage_chunks(world: FaultWorld, slave: SlaveHost) -> bool:
     """Chunks of another run, of no push, of a block that is not there, with a checksum that is none."""
-    slave = a_slave(world)
-    if slave is None or slave.paused:
+    if slave.paused:
         return False
     rng = world.kernel.rng
     push = PushId(ClusterId("a"), Incarnation(1, 1), rng.randint(1, 3))
@@ -245,79 +253,43 @@ def garbage_chunks(world: FaultWorld) -> bool:
 # ---- operators ----
 
 
-def _operate(world: FaultWorld, action: OperatorAction) -> bool:
-    master = the_master(world)
-    if master is None or master.paused:
-        return False
-    master.operate(action)
-    return True
-
-
+@OPERATORS.add()
 def operator_pauses(world: FaultWorld) -> bool:
     request = OperatorRequest("", "maintenance")
-    world.kernel.after(world.kernel.rng.uniform(1.0, 6.0), None, _operate, world, Resume(request))
-    return _operate(world, Pause(request))
+    world.kernel.after(world.kernel.rng.uniform(1.0, 6.0), None, operate, world, Resume(request))
+    return operate(world, Pause(request))
 
 
-def operator_drains(world: FaultWorld) -> bool:
-    cluster = a_cluster(world)
-    return cluster is not None and _operate(world, DrainRequest("", cluster.name, "maintenance"))
+@OPERATORS.of(a_cluster)
+def operator_drains(world: FaultWorld, cluster: ClusterHost) -> bool:
+    return operate(world, DrainRequest("", cluster.name, "maintenance"))
 
 
-def operator_evicts(world: FaultWorld) -> bool:
-    cluster = a_cluster(world)
-    return cluster is not None and _operate(world, EvictRequest("", cluster.name, "suspicious"))
+@OPERATORS.of(a_cluster)
+def operator_evicts(world: FaultWorld, cluster: ClusterHost) -> bool:
+    return operate(world, EvictRequest("", cluster.name, "suspicious"))
 
 
+@OPERATORS.add()
 def operator_looks(world: FaultWorld) -> bool:
     """Status, and calls with another run's id and unknown names: none may change anything."""
     actions = (StatusRequest(), StatusRequest("another-run"), EvictRequest("", "nobody"), DrainRequest("no", "a"))
-    return all([_operate(world, action) for action in actions])
+    return all([operate(world, action) for action in actions])
 
 
+@OPERATORS.add()
 def operator_takes_an_end_back(world: FaultWorld) -> bool:
     """A stop by mistake: some pushes are aborted and some clusters leave, and then the run goes on."""
-    if not _operate(world, Stop(OperatorRequest("", "by mistake"))):
+    if not operate(world, Stop(OperatorRequest("", "by mistake"))):
         return False
     later_s = world.kernel.rng.uniform(0.0, 3.0)
     world.kernel.after(later_s, None, world.operate_until_answered, lambda: ExtendRequest("", reason="it was one"))
     return True
 
 
+@OPERATORS.add()
 def operator_stops_early(world: FaultWorld) -> bool:
     """A stop at any time: the run must end in order."""
     if world.kernel.now_s < world.plan.faults_for_s * 0.6:
         return False
-    return _operate(world, Stop(OperatorRequest("", "early")))
-
-
-ARMED: frozenset[str] = frozenset({"finished_behind_its_back"})
-
-OPERATORS: Mapping[str, Callable[[FaultWorld], bool]] = {
-    "operator_pauses": operator_pauses,
-    "operator_drains": operator_drains,
-    "operator_evicts": operator_evicts,
-    "operator_looks": operator_looks,
-    "operator_takes_an_end_back": operator_takes_an_end_back,
-    "operator_stops_early": operator_stops_early,
-}
-
-FAULTS: Mapping[str, Callable[[FaultWorld], bool]] = {
-    "wrong_run_id": wrong_run_id,
-    "old_incarnation": old_incarnation,
-    "old_epoch": old_epoch,
-    "unknown_cluster": unknown_cluster,
-    "absurd_tokens": absurd_tokens,
-    "foreign_ranges": foreign_ranges,
-    "wrong_layout": wrong_layout,
-    "replayed_request": replayed_request,
-    "repeated_begin_push": repeated_begin_push,
-    "used_up_numbers": used_up_numbers,
-    "repeated_welcome": repeated_welcome,
-    "returned_in_its_name": returned_in_its_name,
-    "finished_behind_its_back": finished_behind_its_back,
-    "replayed_word_of_slave": replayed_word_of_slave,
-    "stranger_among_slaves": stranger_among_slaves,
-    "garbage_chunks": garbage_chunks,
-    **OPERATORS,
-}
+    return operate(world, Stop(OperatorRequest("", "early")))

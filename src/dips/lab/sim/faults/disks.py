@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
-from dips.lab.sim.faults.processes import a_cluster, a_slave, the_master
-from dips.lab.sim.faults.world import FaultWorld
+from dips.lab.sim.faults.processes import a_cluster, a_slave, a_slave_to_lose, the_master
+from dips.lab.sim.faults.world import Faults, FaultWorld
+from dips.lab.sim.hosts.cluster import ClusterHost
+from dips.lab.sim.hosts.master import MasterHost
 from dips.lab.sim.hosts.slave import SlaveHost
 from dips.lab.sim.kernel import SimulatedProcess
+
+FAULTS, LOSSES = Faults(), Faults()
+"""LOSSES: committed state is gone: the run may go back, on a new timeline, and must say so."""
 
 DOWN_S = (0.2, 1.0, 4.0)
 COPY_AGE_S = (2.0, 6.0, 12.0)
@@ -16,51 +20,45 @@ COPY_AGE_S = (2.0, 6.0, 12.0)
 # ---- the master's ----
 
 
+@FAULTS.add(armed=True)
 def master_disk_full(world: FaultWorld) -> bool:
     """Counted when the master ends because of it."""
     world.disk.full = True
-    world.kernel.after(world.kernel.rng.uniform(1.0, 8.0), None, _room_again, world)
+    world.kernel.after(world.kernel.rng.uniform(1.0, 8.0), None, _ends_on_disk, world, "full", False)
     return True
 
 
-def _room_again(world: FaultWorld) -> None:
-    world.disk.full = False
+def _ends_on_disk(world: FaultWorld, what: str, usual: object) -> None:
+    """The disk of the master of that time; a standby may have taken over meanwhile."""
+    setattr(world.disk, what, usual)
 
 
-def crash_master_while_writing(world: FaultWorld) -> bool:
+@FAULTS.of(the_master, armed=True)
+def crash_master_while_writing(world: FaultWorld, master: MasterHost) -> None:
     """Kill the master during the next flush of the journal. Counted when it strikes."""
-    master = the_master(world)
-    if master is None:
-        return False
     master.dies_in_flush = True
-    return True
 
 
+@FAULTS.add()
 def slow_master_disk(world: FaultWorld) -> bool:
     world.disk.flush_factor = 40.0
-    world.kernel.after(6.0, None, _master_disk_fast, world)
+    world.kernel.after(6.0, None, _ends_on_disk, world, "flush_factor", 1.0)
     return True
-
-
-def _master_disk_fast(world: FaultWorld) -> None:
-    world.disk.flush_factor = 1.0
 
 
 JUMPS_S = (3600.0, -3600.0, 86_400.0, -86_400.0, 0.5, -0.5, 1e9, -1.6e9)
 """Jumps: a time zone, a day, an NTP correction, and clocks that were never set or are set to another century."""
 
 
-def wall_clock_jump(world: FaultWorld) -> bool:
+@FAULTS.of(the_master)
+def wall_clock_jump(world: FaultWorld, master: MasterHost) -> None:
     """Set the wall clock forward or back; a master that starts later sees it."""
-    master = the_master(world)
-    if master is None:
-        return False
     world.wall_offset_s += world.kernel.rng.choice(JUMPS_S)
     master.kill()
     world.restart(master, 1.0)
-    return True
 
 
+@FAULTS.add()
 def wall_clock_wanders(world: FaultWorld) -> bool:
     """Set the clock repeatedly while the master runs, and at a start in between."""
     rng = world.kernel.rng
@@ -73,6 +71,7 @@ def _set_clock(world: FaultWorld) -> None:
     world.wall_offset_s += world.kernel.rng.choice(JUMPS_S)
 
 
+@LOSSES.add()
 def old_master_disk(world: FaultWorld) -> bool:
     """Restore the master's directory from a copy that is some seconds old."""
     copy = world.disk.copy()
@@ -91,10 +90,10 @@ def _put_master_disk_back(world: FaultWorld, copy: object) -> None:
     _start_again_with_rebuild(world)
 
 
-def lost_master_disk(world: FaultWorld) -> bool:
+@LOSSES.of(the_master)
+def lost_master_disk(world: FaultWorld, master: MasterHost) -> bool:
     """Lose the master's disk; the operator starts the master with --rebuild."""
-    master = the_master(world)
-    if master is None or len(world.masters) > 1 or not world.may_lose(["master"]):
+    if len(world.masters) > 1 or not world.may_lose(["master"]):
         return False
     master.kill()
     world.disk.lose()
@@ -133,24 +132,15 @@ def _operator_begins_anew(world: FaultWorld) -> None:
 # ---- a slave's ----
 
 
-def slow_slave_disk(world: FaultWorld) -> bool:
-    slave = a_slave(world)
-    if slave is None:
-        return False
+@FAULTS.of(a_slave)
+def slow_slave_disk(world: FaultWorld, slave: SlaveHost) -> None:
     slave.disk.fsync_factor = 60.0
-    world.kernel.after(6.0, None, _slave_disk_fast, slave)
-    return True
+    world.kernel.after(6.0, None, setattr, slave.disk, "fsync_factor", 1.0)
 
 
-def _slave_disk_fast(slave: SlaveHost) -> None:
-    slave.disk.fsync_factor = 1.0
-
-
-def slave_disk_error(world: FaultWorld) -> bool:
+@FAULTS.of(a_slave, armed=True)
+def slave_disk_error(world: FaultWorld, slave: SlaveHost) -> None:
     """Let writes or syncs fail a few times. Counted when it strikes."""
-    slave = a_slave(world)
-    if slave is None:
-        return False
     rng = world.kernel.rng
     errors = rng.randint(1, 3)
     match rng.randrange(3):
@@ -163,53 +153,40 @@ def slave_disk_error(world: FaultWorld) -> bool:
     if rng.random() < 0.4:
         slave.kill()  # so that they strike while it starts
         world.restart(slave, 0.5)
-    return True
 
 
-def power_loss_in_disk_step(world: FaultWorld) -> bool:
+@FAULTS.of(a_slave, armed=True)
+def power_loss_in_disk_step(world: FaultWorld, slave: SlaveHost) -> None:
     """Cut the power between any two steps of the disk. Counted when it strikes."""
-    slave = a_slave(world)
-    if slave is None:
-        return False
     slave.disk.dies_in = world.kernel.rng.randint(1, 20)
-    return True
 
 
-def power_loss_with_unsynced(world: FaultWorld) -> bool:
+@FAULTS.of(a_slave, armed=True)
+def power_loss_with_unsynced(world: FaultWorld, slave: SlaveHost) -> None:
     """Cut the power before a step of the disk at which written data is not synced yet. Counted when it strikes."""
-    slave = a_slave(world)
-    if slave is None:
-        return False
     slave.disk.dies_dirty = world.kernel.rng.randint(1, 6)
-    return True
 
 
-def damaged_snapshot(world: FaultWorld) -> bool:
+@LOSSES.of(a_slave_to_lose)
+def damaged_snapshot(world: FaultWorld, slave: SlaveHost) -> bool:
     """A bit of a file flips, and the slave starts again: reading it back shows it."""
-    slave = a_slave(world)
-    if slave is None or not world.may_lose([slave.name]):
-        return False
     _with_another_disk(world, slave, "a bit of a snapshot flips")
     return slave.disk.flip_a_bit(world.kernel.rng, "ring-")
 
 
-def damaged_manifest(world: FaultWorld) -> bool:
-    slave = a_slave(world)
-    if slave is None or not world.may_lose([slave.name]):
-        return False
+@LOSSES.of(a_slave_to_lose)
+def damaged_manifest(world: FaultWorld, slave: SlaveHost) -> bool:
     _with_another_disk(world, slave, "a bit of a manifest flips")
     return slave.disk.flip_a_bit(world.kernel.rng, "manifest-")
 
 
-def lost_slave_disk(world: FaultWorld) -> bool:
-    slave = a_slave(world)
-    if slave is None or not world.may_lose([slave.name]):
-        return False
+@LOSSES.of(a_slave_to_lose)
+def lost_slave_disk(world: FaultWorld, slave: SlaveHost) -> None:
     _with_another_disk(world, slave, "the disk is lost")
     slave.disk.lose()
-    return True
 
 
+@LOSSES.add()
 def all_slave_disks_lost(world: FaultWorld) -> bool:
     """Lose all slaves' disks: only the clusters still hold a common version."""
     if not world.may_lose(list(world.slaves)):
@@ -221,36 +198,28 @@ def all_slave_disks_lost(world: FaultWorld) -> bool:
     return True
 
 
-def snapshot_rots(world: FaultWorld) -> bool:
+@LOSSES.of(a_slave_to_lose)
+def snapshot_rots(world: FaultWorld, slave: SlaveHost) -> bool:
     """Flip bits of all files of a slave while it runs: it may just have reported what it holds."""
-    slave = a_slave(world)
-    if slave is None or not world.may_lose([slave.name]):
-        return False
     prefix = world.kernel.rng.choice(("ring-", "manifest-"))
     world.attic[slave.name] = slave.disk.copy()
     world.lost_state(slave.name, f"the files {prefix}* rot")
     return any([slave.disk.flip_a_bit(world.kernel.rng, prefix) for _ in range(8)])
 
 
-def disk_comes_back(world: FaultWorld) -> bool:
+@LOSSES.of(a_slave_to_lose)
+def disk_comes_back(world: FaultWorld, slave: SlaveHost) -> None:
     """Lose a slave's disk and restore it soon after, as if it had been mounted too late."""
-    slave = a_slave(world)
-    if slave is None or not world.may_lose([slave.name]):
-        return False
     _with_another_disk(world, slave, "the disk is not mounted")
     slave.disk.lose()
     copy = world.attic[slave.name]
     world.kernel.after(world.kernel.rng.uniform(2.0, 7.0), None, _put_slave_disk_back, world, slave, copy)
-    return True
 
 
-def old_slave_disk(world: FaultWorld) -> bool:
+@LOSSES.of(a_slave)
+def old_slave_disk(world: FaultWorld, slave: SlaveHost) -> None:
     """Restore a slave's directory from a copy that is some seconds old."""
-    slave = a_slave(world)
-    if slave is None:
-        return False
     world.kernel.after(world.kernel.rng.choice(COPY_AGE_S), None, _put_slave_disk_back, world, slave, slave.disk.copy())
-    return True
 
 
 def _put_slave_disk_back(world: FaultWorld, slave: SlaveHost, copy: dict[str, bytes]) -> None:
@@ -269,19 +238,16 @@ def _with_another_disk(world: FaultWorld, slave: SlaveHost, why: str) -> None:
     world.lost_state(slave.name, why)
 
 
-def cluster_disk_error(world: FaultWorld) -> bool:
+@FAULTS.of(a_cluster, armed=True)
+def cluster_disk_error(world: FaultWorld, cluster: ClusterHost) -> None:
     """Let writes of push records fail. Counted when it strikes."""
-    cluster = a_cluster(world)
-    if cluster is None:
-        return False
     cluster.checkpoint_disk.errors = world.kernel.rng.randint(1, 4)
-    return True
 
 
-def lost_checkpoint(world: FaultWorld) -> bool:
+@FAULTS.of(a_cluster)
+def lost_checkpoint(world: FaultWorld, cluster: ClusterHost) -> bool:
     """Lose a cluster's checkpoint: its next process starts without state."""
-    cluster = a_cluster(world)
-    if cluster is None or cluster.checkpoint_disk.model is None:
+    if cluster.checkpoint_disk.model is None:
         return False
     cluster.kill()
     cluster.checkpoint_disk.lose()
@@ -293,16 +259,11 @@ def lost_checkpoint(world: FaultWorld) -> bool:
 
 
 def _when(world: FaultWorld, role: str, kind: str, phase: str, act: Callable[[SimulatedProcess], None]) -> None:
-    """Call once, at the next such line of a tape."""
-
-    def watch(said_by: str, process: SimulatedProcess, what: str, fields: Mapping[str, Any]) -> None:
-        if (said_by, what) == (role, kind) and phase in ("", fields.get("phase")):
-            world.watchers.remove(watch)
-            world.kernel.after(0.0, None, act, process)
-
-    world.watchers.append(watch)
+    """Call once, right after the next such line of a tape."""
+    world.once(role, kind, phase, lambda process, _: world.kernel.after(0.0, None, act, process))
 
 
+@FAULTS.add(armed=True)
 def killed_between_prepare_and_commit(world: FaultWorld) -> bool:
     """Kill a slave between prepare and commit; its disk takes no manifest for a while. The COMMIT must still be
     completed."""
@@ -319,11 +280,9 @@ def killed_between_prepare_and_commit(world: FaultWorld) -> bool:
     return True
 
 
-def rots_after_hello(world: FaultWorld) -> bool:
+@LOSSES.of(a_slave_to_lose, armed=True)
+def rots_after_hello(world: FaultWorld, slave: SlaveHost) -> None:
     """A slave starts, reports what it holds, and then cannot read it."""
-    slave = a_slave(world)
-    if slave is None or not world.may_lose([slave.name]):
-        return False
 
     def strike(process: SimulatedProcess) -> None:
         name = process.name
@@ -337,9 +296,9 @@ def rots_after_hello(world: FaultWorld) -> bool:
     slave.kill()
     world.restart(slave, 0.3)
     _when(world, "slave", "promised", "", strike)
-    return True
 
 
+@LOSSES.add(armed=True)
 def asked_slave_fails(world: FaultWorld) -> bool:
     """The master's disk is lost, and the slave that is asked for a record dies or cannot read it."""
     if not lost_master_disk(world):
@@ -362,6 +321,7 @@ def asked_slave_fails(world: FaultWorld) -> bool:
     return True
 
 
+@LOSSES.add(armed=True)
 def lost_disk_in_commit(world: FaultWorld) -> bool:
     """Lose a slave's disk between the journal's COMMIT and the publish."""
 
@@ -376,6 +336,7 @@ def lost_disk_in_commit(world: FaultWorld) -> bool:
     return True
 
 
+@LOSSES.add(armed=True)
 def donation_fails(world: FaultWorld) -> bool:
     """The model is lost, a cluster begins to give it back, and then: the disk is restored, or a slave dies."""
 
@@ -396,52 +357,3 @@ def donation_fails(world: FaultWorld) -> bool:
 
     _when(world, "worker", "donated", "", strike)
     return lost_disk_in_commit(world) if world.kernel.rng.random() < 0.6 else lost_slave_disk(world)
-
-
-ARMED: frozenset[str] = frozenset(
-    {
-        "killed_between_prepare_and_commit",
-        "rots_after_hello",
-        "asked_slave_fails",
-        "lost_disk_in_commit",
-        "donation_fails",
-        "master_disk_full",
-        "crash_master_while_writing",
-        "slave_disk_error",
-        "power_loss_in_disk_step",
-        "power_loss_with_unsynced",
-        "cluster_disk_error",
-    }
-)
-
-FAULTS: Mapping[str, Callable[[FaultWorld], bool]] = {
-    "master_disk_full": master_disk_full,
-    "crash_master_while_writing": crash_master_while_writing,
-    "slow_master_disk": slow_master_disk,
-    "wall_clock_jump": wall_clock_jump,
-    "wall_clock_wanders": wall_clock_wanders,
-    "cluster_disk_error": cluster_disk_error,
-    "lost_checkpoint": lost_checkpoint,
-    "killed_between_prepare_and_commit": killed_between_prepare_and_commit,
-    "slow_slave_disk": slow_slave_disk,
-    "slave_disk_error": slave_disk_error,
-    "power_loss_in_disk_step": power_loss_in_disk_step,
-    "power_loss_with_unsynced": power_loss_with_unsynced,
-}
-
-LOSSES: Mapping[str, Callable[[FaultWorld], bool]] = {
-    "old_master_disk": old_master_disk,
-    "lost_master_disk": lost_master_disk,
-    "damaged_snapshot": damaged_snapshot,
-    "damaged_manifest": damaged_manifest,
-    "lost_slave_disk": lost_slave_disk,
-    "all_slave_disks_lost": all_slave_disks_lost,
-    "old_slave_disk": old_slave_disk,
-    "snapshot_rots": snapshot_rots,
-    "disk_comes_back": disk_comes_back,
-    "rots_after_hello": rots_after_hello,
-    "asked_slave_fails": asked_slave_fails,
-    "lost_disk_in_commit": lost_disk_in_commit,
-    "donation_fails": donation_fails,
-}
-"""Committed state is gone: the run may go back, on a new timeline, and must say so."""

@@ -3,12 +3,15 @@ datagrams."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from dips.lab.sim.faults.processes import a_cluster, a_slave
-from dips.lab.sim.faults.world import FaultWorld
+from dips.lab.sim.faults.world import Begin, Faults, FaultWorld
+from dips.lab.sim.hosts.cluster import ClusterHost
 from dips.lab.sim.hosts.slave import SlaveHost
+
+FAULTS, MESSAGES = Faults(), Faults()
 
 CUT_S = (0.5, 3.0, 9.0, 25.0)
 WEATHER_S = 6.0
@@ -41,21 +44,23 @@ def _mend(world: FaultWorld, pairs: list[Pair]) -> None:
     world.net.mend(pairs)
 
 
-def cut_cluster_from_master(world: FaultWorld) -> bool:
-    cluster = a_cluster(world)
-    return cluster is not None and _cut(world, _both(cluster.name, world.masters[0].at))
+@FAULTS.of(a_cluster)
+def cut_cluster_from_master(world: FaultWorld, cluster: ClusterHost) -> bool:
+    return _cut(world, _both(cluster.name, world.masters[0].at))
 
 
-def cut_slave_from_master(world: FaultWorld) -> bool:
-    slave = a_slave(world)
-    return slave is not None and _cut(world, _both(slave.name, world.masters[0].at))
+@FAULTS.of(a_slave)
+def cut_slave_from_master(world: FaultWorld, slave: SlaveHost) -> bool:
+    return _cut(world, _both(slave.name, world.masters[0].at))
 
 
+@FAULTS.add()
 def cut_cluster_from_slave(world: FaultWorld) -> bool:
     cluster, slave = a_cluster(world), a_slave(world)
     return cluster is not None and slave is not None and _cut(world, _both(cluster.name, slave.name))
 
 
+@FAULTS.add()
 def cut_one_way(world: FaultWorld) -> bool:
     """Cut a link in one direction only."""
     cluster, slave = a_cluster(world), a_slave(world)
@@ -66,18 +71,18 @@ def cut_one_way(world: FaultWorld) -> bool:
     return _cut(world, [world.kernel.rng.choice(((a, b), (b, a)))])
 
 
+@FAULTS.add()
 def isolate_master(world: FaultWorld) -> bool:
     names = [*world.slaves, *world.clusters]
     return _cut(world, [pair for name in names for pair in _both(name, world.masters[0].at)])
 
 
-def isolate_slave(world: FaultWorld) -> bool:
-    slave = a_slave(world)
-    if slave is None:
-        return False
+@FAULTS.of(a_slave)
+def isolate_slave(world: FaultWorld, slave: SlaveHost) -> bool:
     return _cut(world, [pair for name in (world.masters[0].at, *world.clusters) for pair in _both(name, slave.name)])
 
 
+@FAULTS.add(armed=True)
 def swizzle(world: FaultWorld) -> bool:
     """Cut hosts off one after another, and reconnect them in another order."""
     rng, names = world.kernel.rng, [*world.slaves, *world.clusters]
@@ -88,6 +93,7 @@ def swizzle(world: FaultWorld) -> bool:
     return True
 
 
+@FAULTS.add(armed=True)
 def swizzle_pairs(world: FaultWorld) -> bool:
     """Cut any links, also of the data flow, each direction by itself, and heal them in another order."""
     rng = world.kernel.rng
@@ -101,6 +107,7 @@ def swizzle_pairs(world: FaultWorld) -> bool:
     return True
 
 
+@FAULTS.add(armed=True)
 def flapping_link(world: FaultWorld) -> bool:
     """Cut and heal one link repeatedly, each time for long enough to begin something."""
     rng = world.kernel.rng
@@ -119,31 +126,24 @@ def _all_pairs(world: FaultWorld) -> list[Pair]:
     return to_master + [pair for slave in world.slaves for name in alive for pair in _both(name, slave)]
 
 
-def slow_links(world: FaultWorld) -> bool:
+@FAULTS.of(a_cluster)
+def slow_links(world: FaultWorld, cluster: ClusterHost) -> None:
     """A cluster behind a link fifty times as slow."""
-    cluster = a_cluster(world)
-    if cluster is None:
-        return False
     pairs = [pair for name in (world.masters[0].at, *world.slaves) for pair in _both(name, cluster.name)]
     for pair in pairs:
         world.net.slow[pair] = 50.0
-    world.kernel.after(10.0, None, _as_fast_as_before, world, pairs)
-    return True
+    world.kernel.after(10.0, None, lambda: [world.net.slow.pop(pair, None) for pair in pairs])
 
 
-def _as_fast_as_before(world: FaultWorld, pairs: list[Pair]) -> None:
-    for pair in pairs:
-        world.net.slow.pop(pair, None)
-
-
-def reset_stream(world: FaultWorld) -> bool:
-    slave = a_slave(world)
-    if slave is None or not slave.linked:
+@FAULTS.of(a_slave)
+def reset_stream(world: FaultWorld, slave: SlaveHost) -> bool:
+    if not slave.linked:
         return False
     slave.reset_stream()
     return True
 
 
+@FAULTS.add(armed=True)
 def reconnect_storm(world: FaultWorld) -> bool:
     """Reset every stream repeatedly."""
     for slave in world.slaves.values():
@@ -170,7 +170,7 @@ WEATHERS: Mapping[str, tuple[str, float]] = {
 """Name -> the network condition that becomes bad, and its value. Counted when it strikes."""
 
 
-def _weather(field: str, chance: float) -> Callable[[FaultWorld], bool]:
+def _weather(field: str, chance: float) -> Begin:
     def begin(world: FaultWorld) -> bool:
         world.net.weather = replace(world.net.weather, **{field: chance})
         world.kernel.after(WEATHER_S, None, _calm, world, field)
@@ -183,20 +183,5 @@ def _calm(world: FaultWorld, field: str) -> None:
     world.net.weather = replace(world.net.weather, **{field: 0.0})
 
 
-ARMED: frozenset[str] = frozenset({"swizzle", "swizzle_pairs", "flapping_link", "reconnect_storm"})
-
-FAULTS: Mapping[str, Callable[[FaultWorld], bool]] = {
-    "cut_cluster_from_master": cut_cluster_from_master,
-    "cut_slave_from_master": cut_slave_from_master,
-    "cut_cluster_from_slave": cut_cluster_from_slave,
-    "cut_one_way": cut_one_way,
-    "isolate_master": isolate_master,
-    "isolate_slave": isolate_slave,
-    "swizzle": swizzle,
-    "swizzle_pairs": swizzle_pairs,
-    "flapping_link": flapping_link,
-    "slow_links": slow_links,
-    "reset_stream": reset_stream,
-    "reconnect_storm": reconnect_storm,
-    **{name: _weather(field, chance) for name, (field, chance) in WEATHERS.items()},
-}
+MESSAGES.update({name: _weather(field, chance) for name, (field, chance) in WEATHERS.items()})
+MESSAGES.armed |= set(WEATHERS)

@@ -4,16 +4,18 @@ second master that takes over from one that was only suspended, and slaves that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 
 from dips.core.ids import SlaveId
 from dips.core.messages import ReshardRequest
-from dips.lab.sim.faults.processes import end_second, the_master
-from dips.lab.sim.faults.world import FaultWorld
+from dips.lab.sim.faults.processes import begin_second, end_second, operate, resume, running_master, the_master
+from dips.lab.sim.faults.world import Faults, FaultWorld
 from dips.lab.sim.hosts.cluster import ClusterHost
 from dips.lab.sim.hosts.master import MasterHost
 from dips.lab.sim.hosts.slave import SlaveHost
 from dips.master.state.records import RecoveryPhase
+
+FAULTS = Faults()
 
 Host = MasterHost | SlaveHost | ClusterHost
 
@@ -29,6 +31,7 @@ MOST_SLAVES = 8
 # ---- clusters that come and go ----
 
 
+@FAULTS.add()
 def churn(world: FaultWorld) -> bool:
     """For a while, clusters join and leave at short intervals. Each one is counted as well."""
     if world.churning:
@@ -74,6 +77,7 @@ def _go(world: FaultWorld, cluster: ClusterHost) -> None:
 # ---- every process in turn ----
 
 
+@FAULTS.add(armed=True)
 def rolling_restart(world: FaultWorld) -> bool:
     """Each process is restarted once the one before it is back. Counted when the last one is.
 
@@ -137,15 +141,15 @@ def _is_back(world: FaultWorld, host: Host) -> bool:
 # ---- a second master ----
 
 
-def failover_from_a_sleeper(world: FaultWorld) -> bool:
+@FAULTS.of(running_master, armed=True)
+def failover_from_a_sleeper(world: FaultWorld, master: MasterHost) -> bool:
     """The master is suspended, another one takes over on the same journal, and then the first one resumes."""
-    master = the_master(world)
-    if master is None or master.paused or len(world.masters) > 1:
+    if len(world.masters) > 1:
         return False
     rng, config = world.kernel.rng, world.plan.config
     master.pause()
     world.kernel.after(rng.uniform(0.2, 2.0), None, _take_over, world, master, master.generation)
-    world.kernel.after(rng.uniform(2.0, 2.0 * config.evict_after_s), None, _wake, master, master.generation)
+    world.kernel.after(rng.uniform(2.0, 2.0 * config.evict_after_s), None, resume, master, master.generation)
     return True
 
 
@@ -157,21 +161,15 @@ def _take_over(world: FaultWorld, sleeper: MasterHost, generation: int) -> None:
         or (sleeper.generation, sleeper.paused) != (generation, True)
     ):
         return
-    other = MasterHost(world, "master2", world.disk, world.masters[0].at)
-    world.masters.append(other)
     world.fired("failover_from_a_sleeper")
-    other.boot()
+    other = begin_second(world)
     world.kernel.after(world.kernel.rng.uniform(4.0, 15.0), None, end_second, world, other)
-
-
-def _wake(sleeper: MasterHost, generation: int) -> None:
-    if sleeper.generation == generation:
-        sleeper.resume()
 
 
 # ---- slaves that are added and removed ----
 
 
+@FAULTS.add()
 def reshard_add(world: FaultWorld) -> bool:
     """Add a new slave, or one that was removed before and still has its old directory."""
     idle = [name for name in world.slaves if name not in _placed(world)]
@@ -183,10 +181,11 @@ def reshard_add(world: FaultWorld) -> bool:
         return False
     if name == fresh:
         host = world.slaves[name] = SlaveHost(world, name)
-        world.kernel.after(world.kernel.rng.uniform(0.1, 3.0), None, _boot, world, host)
+        world.kernel.after(world.kernel.rng.uniform(0.1, 3.0), None, world.boot_if_dead, host)
     return True
 
 
+@FAULTS.add()
 def reshard_remove(world: FaultWorld) -> bool:
     """Remove a slave that holds blocks."""
     placed = _placed(world)
@@ -196,6 +195,7 @@ def reshard_remove(world: FaultWorld) -> bool:
     return _ask(world, ReshardRequest("", remove=(name,), reason="less room"))
 
 
+@FAULTS.add()
 def reshard_replace(world: FaultWorld) -> bool:
     """Replace one slave by another."""
     placed, fresh = _placed(world), SlaveId(f"s{len(world.slaves)}")
@@ -205,29 +205,24 @@ def reshard_replace(world: FaultWorld) -> bool:
     if not _ask(world, ReshardRequest("", add=(fresh,), remove=(old,), reason="a new host")):
         return False
     host = world.slaves[fresh] = SlaveHost(world, fresh)
-    world.kernel.after(world.kernel.rng.uniform(0.1, 1.0), None, _boot, world, host)
+    world.kernel.after(world.kernel.rng.uniform(0.1, 1.0), None, world.boot_if_dead, host)
     return True
 
 
+@FAULTS.add()
 def reshard_taken_back(world: FaultWorld) -> bool:
     """Request a RESHARD and cancel it a moment later; before the record it has not begun."""
     if not reshard_remove(world):
         return False
-    world.kernel.after(world.kernel.rng.uniform(0.0, 2.0), None, _take_back, world)
+    world.kernel.after(world.kernel.rng.uniform(0.0, 2.0), None, operate, world, ReshardRequest("", cancel=True))
     return True
-
-
-def _take_back(world: FaultWorld) -> None:
-    master = the_master(world)
-    if master is not None and not master.paused:
-        master.operate(ReshardRequest("", cancel=True))
 
 
 def _ask(world: FaultWorld, request: ReshardRequest) -> bool:
     """Ask the master; returns whether it accepted: it refuses while another one is under way, or with fewer blocks than
     slaves."""
-    master = the_master(world)
-    if master is None or master.paused or master.state is None or master.state.shared.ledger.reshard is not None:
+    master = running_master(world)
+    if master is None or master.state is None or master.state.shared.ledger.reshard is not None:
         return False
     master.operate(request)
     state = master.state
@@ -240,23 +235,5 @@ def _placed(world: FaultWorld) -> list[str]:
     return list(placement.slaves) if placement is not None else []
 
 
-def _boot(world: FaultWorld, host: SlaveHost) -> None:
-    if not host.alive and not world.ended:
-        host.boot()
-
-
-ARMED: frozenset[str] = frozenset({"rolling_restart", "failover_from_a_sleeper"})
-
 CHURNED: tuple[str, ...] = ("churn_joined", "churn_newcomer", "churn_left", "churn_killed")
 """Events of a churn; a newcomer is a cluster that was never there before."""
-
-
-FAULTS: Mapping[str, Callable[[FaultWorld], bool]] = {
-    "churn": churn,
-    "rolling_restart": rolling_restart,
-    "failover_from_a_sleeper": failover_from_a_sleeper,
-    "reshard_add": reshard_add,
-    "reshard_remove": reshard_remove,
-    "reshard_replace": reshard_replace,
-    "reshard_taken_back": reshard_taken_back,
-}

@@ -4,17 +4,20 @@ clusters of several: one is late, cut off, dies alone, or goes on after its clus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from dips.lab.sim.content import KIND_NAMES
-from dips.lab.sim.faults.world import FaultWorld
+from dips.lab.sim.faults.world import Begin, Faults, FaultWorld
 from dips.lab.sim.hosts.cluster import ClusterHost
 from dips.lab.sim.hosts.master import MasterHost
 from dips.lab.sim.hosts.ranks import Follower
 from dips.lab.sim.hosts.slave import SlaveHost
 from dips.lab.sim.kernel import SimulatedProcess
+from dips.master.state.effects import OperatorAction
 from dips.master.state.records import RoundPhase
+
+FAULTS, OF_RANKS = Faults(), Faults()
 
 DOWN_S = (0.2, 1.0, 4.0, 12.0)
 SLOW_FACTOR = 6.0
@@ -45,17 +48,39 @@ def the_master(world: FaultWorld) -> MasterHost | None:
     return master if master.alive else None
 
 
+def running_master(world: FaultWorld) -> MasterHost | None:
+    master = world.masters[0]
+    return master if master.running else None
+
+
+def operate(world: FaultWorld, action: OperatorAction) -> bool:
+    """An operator's request to the master; returns whether it can take one now."""
+    master = running_master(world)
+    if master is not None:
+        master.operate(action)
+    return master is not None
+
+
+def a_slave_to_lose(world: FaultWorld) -> SlaveHost | None:
+    """One whose disk may be lost."""
+    slave = a_slave(world)
+    return slave if slave is not None and world.may_lose([slave.name]) else None
+
+
 # ---- killed ----
 
 
+@FAULTS.add()
 def crash_all_slaves(world: FaultWorld) -> bool:
     return all([crash(world, slave) for slave in world.slaves.values() if slave.alive])
 
 
+@FAULTS.add()
 def crash_all_clusters(world: FaultWorld) -> bool:
     return all([crash(world, cluster) for cluster in world.clusters.values() if cluster.alive])
 
 
+@FAULTS.add()
 def power_failure(world: FaultWorld) -> bool:
     """Kill all processes at once."""
     master = crash(world, the_master(world))
@@ -63,11 +88,9 @@ def power_failure(world: FaultWorld) -> bool:
     return master or slaves or clusters
 
 
-def crash_loop_of_slave(world: FaultWorld) -> bool:
+@FAULTS.of(a_slave)
+def crash_loop_of_slave(world: FaultWorld, slave: SlaveHost) -> bool:
     """A slave that dies repeatedly soon after each start."""
-    slave = a_slave(world)
-    if slave is None:
-        return False
     for _ in range(4):
         world.kernel.after(world.kernel.rng.uniform(0.5, 6.0), None, crash, world, slave, 0.3)
     return crash(world, slave, 0.3)
@@ -85,24 +108,16 @@ def crash(world: FaultWorld, host: MasterHost | SlaveHost | ClusterHost | None, 
 # ---- stopped for a while ----
 
 
-def _heartbeat_s(world: FaultWorld) -> float:
-    return world.plan.config.settings.heartbeat_s
-
-
-def _evicted_after_s(world: FaultWorld) -> float:
-    return world.plan.config.evict_after_s
-
-
 def pause(world: FaultWorld, host: SimulatedProcess | None, for_s: float) -> bool:
     if host is None or not host.running or world.healed:
         return False
     host.pause()
     world.kernel.note(host.name, f"stopped for {for_s:.1f} s")
-    world.kernel.after(for_s, None, _resume, host, host.generation)
+    world.kernel.after(for_s, None, resume, host, host.generation)
     return True
 
 
-def _resume(host: SimulatedProcess, generation: int) -> None:
+def resume(host: SimulatedProcess, generation: int) -> None:
     if host.generation == generation:
         host.resume()
 
@@ -111,6 +126,7 @@ SUSPENDED_S = (2.0, 20.0, 600.0, 7200.0)
 """Suspensions: a machine's snapshot, a live migration, a power outage of ten minutes, a laptop that was closed."""
 
 
+@FAULTS.add()
 def suspend_all(world: FaultWorld) -> bool:
     """Suspend all processes at once, and resume them in another order; no time-out is the fault of a single one."""
     rng = world.kernel.rng
@@ -122,11 +138,12 @@ def suspend_all(world: FaultWorld) -> bool:
     world.suspended_until_s = world.kernel.now_s + for_s
     for host in hosts:
         host.pause()
-        world.kernel.after(for_s + rng.uniform(0.0, 1.0), None, _resume, host, host.generation)
+        world.kernel.after(for_s + rng.uniform(0.0, 1.0), None, resume, host, host.generation)
     world.kernel.note("world", f"everybody stands still for {for_s:.0f} s")
     return True
 
 
+@FAULTS.add(armed=True)
 def stutter(world: FaultWorld) -> bool:
     """Suspend processes for moments, several at once, repeatedly."""
     rng, hosts = world.kernel.rng, _hosts(world)
@@ -150,34 +167,29 @@ WITHOUT_TIME = (RoundPhase.SEALED, RoundPhase.JUDGE, RoundPhase.PUBLISH)
 """The master goes through these phases within one step: no other fault can happen in them."""
 
 
+@FAULTS.add(armed=True)
 def crash_master_in_step(world: FaultWorld) -> bool:
     """Kill the master between two effects of its next step, or as soon as its tape shows a phase, also one without
     duration."""
     master, rng = the_master(world), world.kernel.rng
-    if master is None or rng.random() < 0.3:
-        return _dies_in_step(world, master, 25)
+    if master is None:
+        return False
+    if rng.random() < 0.3:
+        master.dies_after = rng.randint(1, 25)
+        return True
     aimed_at = rng.choice((*RoundPhase, *WITHOUT_TIME, *WITHOUT_TIME)).value
 
-    def watch(role: str, process: SimulatedProcess, kind: str, fields: Mapping[str, Any]) -> None:
-        if (role, kind) == ("master", "round") and fields["phase"] == aimed_at:
-            world.watchers.remove(watch)
-            process.dies_after = 1
+    def strike(process: SimulatedProcess, fields: Mapping[str, Any]) -> None:
+        process.dies_after = 1
 
-    world.watchers.append(watch)
+    world.once("master", "round", aimed_at, strike)
     return True
 
 
-def _dies_in_step(world: FaultWorld, host: SimulatedProcess | None, most: int) -> bool:
-    if host is None:
-        return False
-    host.dies_after = world.kernel.rng.randint(1, most)
-    return True
-
-
-def cluster_leaves(world: FaultWorld) -> bool:
+@FAULTS.of(a_cluster)
+def cluster_leaves(world: FaultWorld, cluster: ClusterHost) -> bool:
     """Ask a cluster to stop at any time; it comes back when all is healed."""
-    cluster = a_cluster(world)
-    if cluster is None or cluster.paused:
+    if cluster.paused:
         return False
     cluster.stop_soon("asked to stop")
     return True
@@ -186,23 +198,20 @@ def cluster_leaves(world: FaultWorld) -> bool:
 # ---- slow, doubled, wrong ----
 
 
-def slow_cluster(world: FaultWorld) -> bool:
-    cluster = a_cluster(world)
-    if cluster is None:
-        return False
+@FAULTS.of(a_cluster)
+def slow_cluster(world: FaultWorld, cluster: ClusterHost) -> None:
     cluster.step_s *= SLOW_FACTOR
     world.kernel.after(8.0, None, _as_fast_as_before, cluster)
-    return True
 
 
 def _as_fast_as_before(cluster: ClusterHost) -> None:
     cluster.step_s /= SLOW_FACTOR
 
 
-def same_cluster_twice(world: FaultWorld) -> bool:
+@FAULTS.of(a_cluster)
+def same_cluster_twice(world: FaultWorld, cluster: ClusterHost) -> bool:
     """Start a second process under a live cluster's name."""
-    cluster = a_cluster(world)
-    if cluster is None or world.twins:
+    if world.twins:
         return False
     twin = ClusterHost(world, cluster.name, cluster.step_s)
     world.twins.append(twin)
@@ -211,11 +220,11 @@ def same_cluster_twice(world: FaultWorld) -> bool:
     return True
 
 
-def same_slave_twice(world: FaultWorld) -> bool:
+@FAULTS.of(a_slave_to_lose)
+def same_slave_twice(world: FaultWorld, slave: SlaveHost) -> bool:
     """Start a second process under a live slave's name, with a directory of its own, as if made elsewhere. Half of the
     time the first one dies, for so long that its name is free and the second takes over."""
-    slave = a_slave(world)
-    if slave is None or world.twins or not world.may_lose([slave.name]):
+    if world.twins:
         return False
     twin = SlaveHost(world, slave.name)
     twin.generation = TWIN_GENERATION
@@ -227,15 +236,21 @@ def same_slave_twice(world: FaultWorld) -> bool:
     return True
 
 
-def two_masters(world: FaultWorld) -> bool:
+@FAULTS.of(the_master)
+def two_masters(world: FaultWorld, master: MasterHost) -> bool:
     """Start a second master on the same journal; peers reach either one."""
-    if len(world.masters) > 1 or the_master(world) is None:
+    if len(world.masters) > 1:
         return False
+    world.kernel.after(12.0, None, end_second, world, begin_second(world))
+    return True
+
+
+def begin_second(world: FaultWorld) -> MasterHost:
+    """Start a second master on the same journal."""
     other = MasterHost(world, "master2", world.disk, world.masters[0].at)
     world.masters.append(other)
     other.boot()
-    world.kernel.after(12.0, None, end_second, world, other)
-    return True
+    return other
 
 
 def end_second(world: FaultWorld, other: MasterHost) -> None:
@@ -246,7 +261,7 @@ def end_second(world: FaultWorld, other: MasterHost) -> None:
         world.masters.remove(other)
 
 
-def _bad_push(kind: int) -> Callable[[FaultWorld], bool]:
+def _bad_push(kind: int) -> Begin:
     def begin(world: FaultWorld) -> bool:
         cluster = a_cluster(world)
         if cluster is None or cluster.session is None or cluster.session.shared.base is None:
@@ -257,20 +272,21 @@ def _bad_push(kind: int) -> Callable[[FaultWorld], bool]:
     return begin
 
 
-def overflow_in_prepare(world: FaultWorld) -> bool:
+@FAULTS.of(a_slave, armed=True)
+def overflow_in_prepare(world: FaultWorld, slave: SlaveHost) -> None:
     """Make the merge of finite pushes overflow in one element."""
-    slave = a_slave(world)
-    if slave is None:
-        return False
     slave.overflow = True
-    return True
 
 
-IN_STEP: Mapping[str, Callable[[FaultWorld], bool]] = {
-    "crash_master_in_step": crash_master_in_step,
-    "crash_slave_in_step": lambda world: _dies_in_step(world, a_slave(world), 8),
-    "crash_cluster_in_step": lambda world: _dies_in_step(world, a_cluster(world), 12),
-}
+@FAULTS.of(a_slave, armed=True)
+def crash_slave_in_step(world: FaultWorld, slave: SlaveHost) -> None:
+    slave.dies_after = world.kernel.rng.randint(1, 8)
+
+
+@FAULTS.of(a_cluster, armed=True)
+def crash_cluster_in_step(world: FaultWorld, cluster: ClusterHost) -> None:
+    cluster.dies_after = world.kernel.rng.randint(1, 12)
+
 
 # ---- single ranks ----
 
@@ -283,7 +299,10 @@ AWAKE_S = 3.0
 """And how long it then goes on."""
 
 
-def _a_follower(world: FaultWorld) -> tuple[ClusterHost, Follower] | None:
+Found = tuple[ClusterHost, Follower]
+
+
+def _a_follower(world: FaultWorld) -> Found | None:
     cluster = a_cluster(world)
     if cluster is None or cluster.ranks is None:
         return None
@@ -291,23 +310,21 @@ def _a_follower(world: FaultWorld) -> tuple[ClusterHost, Follower] | None:
     return (cluster, world.kernel.rng.choice(alive)) if alive else None
 
 
-def late_rank(world: FaultWorld) -> bool:
+@OF_RANKS.of(_a_follower)
+def late_rank(world: FaultWorld, found: Found) -> bool:
     """Stop one follower's process for a while: its part of a transfer is late, and so is all that it hears."""
-    found = _a_follower(world)
-    return found is not None and pause(world, found[1], world.kernel.rng.choice(LATE_S))
+    return pause(world, found[1], world.kernel.rng.choice(LATE_S))
 
 
-def deaf_rank(world: FaultWorld) -> bool:
+@OF_RANKS.of(_a_follower, armed=True)
+def deaf_rank(world: FaultWorld, found: Found) -> None:
     """One follower stops at the begin of the next push, whose attempt fails at the leader; it wakes up, and sends its
     part of that attempt before it hears of the next one.
     """
-    found = _a_follower(world)
-    if found is None:
-        return False
     found[1].falls_behind_s = world.kernel.rng.uniform(*BEHIND_S)
-    return True
 
 
+@OF_RANKS.add()
 def cut_rank_from_slave(world: FaultWorld) -> bool:
     """Cut one follower off from a slave, which the other ranks reach."""
     found, slave = _a_follower(world), a_slave(world)
@@ -320,61 +337,46 @@ def cut_rank_from_slave(world: FaultWorld) -> bool:
     return bool(pairs)
 
 
-def crash_rank(world: FaultWorld) -> bool:
+@OF_RANKS.of(_a_follower)
+def crash_rank(world: FaultWorld, found: Found) -> bool:
     """Kill one follower: the others notice when they meet, and the cluster ends."""
-    found = _a_follower(world)
-    if found is None or found[0].ranks is None or world.healed:
+    cluster, follower = found
+    if cluster.ranks is None or world.healed:
         return False
-    found[0].ranks.kill(found[1], found[0].lost_rank)
+    cluster.ranks.kill(follower, cluster.lost_rank)
     return True
 
 
-def orphaned_rank(world: FaultWorld) -> bool:
+@OF_RANKS.of(_a_follower)
+def orphaned_rank(world: FaultWorld, found: Found) -> bool:
     """Stop one follower in the middle of a transfer and kill its cluster; it wakes up after that has joined again, and
     goes on with the old transfer for a while.
     """
-    found = _a_follower(world)
-    if found is None or found[0].ranks is None or not found[0].ranks.pushing or world.healed:
-        return False
     cluster, follower = found
+    if cluster.ranks is None or not cluster.ranks.pushing or world.healed:
+        return False
     asleep_s = world.kernel.rng.uniform(*ORPHANED_S)
     cluster.followers_survive_s = asleep_s + AWAKE_S
     pause(world, follower, asleep_s)
     return crash(world, cluster, 0.2)
 
 
-ARMED: frozenset[str] = frozenset({*KIND_NAMES.values(), *IN_STEP, "overflow_in_prepare", "stutter", "deaf_rank"})
-
-FAULTS: Mapping[str, Callable[[FaultWorld], bool]] = {
-    "crash_master": lambda world: crash(world, the_master(world)),
-    "crash_slave": lambda world: crash(world, a_slave(world)),
-    "crash_cluster": lambda world: crash(world, a_cluster(world)),
-    "crash_all_slaves": crash_all_slaves,
-    "crash_all_clusters": crash_all_clusters,
-    "power_failure": power_failure,
-    "crash_loop_of_slave": crash_loop_of_slave,
-    "pause_master_short": lambda world: pause(world, the_master(world), 0.3 * _heartbeat_s(world)),
-    "pause_master_long": lambda world: pause(world, the_master(world), 1.5 * _evicted_after_s(world)),
-    "pause_slave_short": lambda world: pause(world, a_slave(world), 0.8 * _heartbeat_s(world)),
-    "pause_slave_long": lambda world: pause(world, a_slave(world), 1.5 * _evicted_after_s(world)),
-    "pause_cluster_short": lambda world: pause(world, a_cluster(world), 0.8 * _heartbeat_s(world)),
-    "pause_cluster_long": lambda world: pause(world, a_cluster(world), 1.5 * _evicted_after_s(world)),
-    "suspend_all": suspend_all,
-    "stutter": stutter,
-    "cluster_leaves": cluster_leaves,
-    "slow_cluster": slow_cluster,
-    "same_cluster_twice": same_cluster_twice,
-    "same_slave_twice": same_slave_twice,
-    "two_masters": two_masters,
-    "overflow_in_prepare": overflow_in_prepare,
-    **IN_STEP,
-    **{name: _bad_push(kind) for kind, name in KIND_NAMES.items()},
-}
-
-OF_RANKS: Mapping[str, Callable[[FaultWorld], bool]] = {
-    "late_rank": late_rank,
-    "deaf_rank": deaf_rank,
-    "cut_rank_from_slave": cut_rank_from_slave,
-    "crash_rank": crash_rank,
-    "orphaned_rank": orphaned_rank,
-}
+FAULTS.update(
+    {
+        "crash_master": lambda world: crash(world, the_master(world)),
+        "crash_slave": lambda world: crash(world, a_slave(world)),
+        "crash_cluster": lambda world: crash(world, a_cluster(world)),
+        "pause_master_short": lambda world: pause(
+            world, the_master(world), 0.3 * world.plan.config.settings.heartbeat_s
+        ),
+        "pause_master_long": lambda world: pause(world, the_master(world), 1.5 * world.plan.config.evict_after_s),
+        "pause_slave_short": lambda world: pause(world, a_slave(world), 0.8 * world.plan.config.settings.heartbeat_s),
+        "pause_slave_long": lambda world: pause(world, a_slave(world), 1.5 * world.plan.config.evict_after_s),
+        "pause_cluster_short": lambda world: pause(
+            world, a_cluster(world), 0.8 * world.plan.config.settings.heartbeat_s
+        ),
+        "pause_cluster_long": lambda world: pause(world, a_cluster(world), 1.5 * world.plan.config.evict_after_s),
+        **{name: _bad_push(kind) for kind, name in KIND_NAMES.items()},
+    }
+)
+FAULTS.armed |= set(KIND_NAMES.values())

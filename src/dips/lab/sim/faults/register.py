@@ -8,7 +8,7 @@ large set of seeds is an error: dips.lab.sim.seeds checks that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from random import Random
 from typing import Any
 
@@ -20,38 +20,28 @@ from dips.lab.sim.faults import links as fault_links
 from dips.lab.sim.faults import operations as fault_operations
 from dips.lab.sim.faults import processes as fault_processes
 from dips.lab.sim.faults import standby as fault_standby
-from dips.lab.sim.faults.world import OLD_ATTEMPT, OLD_LIFE, FaultWorld
+from dips.lab.sim.faults.world import OLD_ATTEMPT, OLD_LIFE, Begin, Faults, FaultWorld
 from dips.lab.sim.hosts.cluster import OTHER_RANKS
 from dips.lab.sim.kernel import SimulatedProcess
 
-Begin = Callable[[FaultWorld], bool]
-"""Strikes now; returns False when there is nothing to strike at yet."""
-
-GROUPS: Mapping[str, Mapping[str, Begin]] = {
-    "processes": fault_processes.FAULTS,
-    "links": {name: begin for name, begin in fault_links.FAULTS.items() if name not in fault_links.WEATHERS},
-    "messages": {name: begin for name, begin in fault_links.FAULTS.items() if name in fault_links.WEATHERS},
-    "disks": fault_disks.FAULTS,
-    "lost state": fault_disks.LOSSES,
-    "lies": {name: begin for name, begin in bad_requests.FAULTS.items() if name not in bad_requests.OPERATORS},
-    "ranks": fault_processes.OF_RANKS,
-    "operations": {**bad_requests.OPERATORS, **fault_operations.FAULTS},
-    "standby": fault_standby.FAULTS,
+GROUPS: Mapping[str, tuple[Faults, ...]] = {
+    "processes": (fault_processes.FAULTS,),
+    "links": (fault_links.FAULTS,),
+    "messages": (fault_links.MESSAGES,),
+    "disks": (fault_disks.FAULTS,),
+    "lost state": (fault_disks.LOSSES,),
+    "lies": (bad_requests.FAULTS,),
+    "ranks": (fault_processes.OF_RANKS,),
+    "operations": (bad_requests.OPERATORS, fault_operations.FAULTS),
+    "standby": (fault_standby.FAULTS,),
 }
 """Groups of faults by what they strike, for reports."""
 
-FAULTS: Mapping[str, Begin] = {name: begin for group in GROUPS.values() for name, begin in group.items()}
+_TABLES = [faults for group in GROUPS.values() for faults in group]
 
-COUNTED_ELSEWHERE = frozenset(
-    {
-        *fault_links.WEATHERS,
-        *fault_links.ARMED,
-        *fault_disks.ARMED,
-        *fault_processes.ARMED,
-        *fault_operations.ARMED,
-        *bad_requests.ARMED,
-    }
-)
+FAULTS: Mapping[str, Begin] = {name: begin for faults in _TABLES for name, begin in faults.items()}
+
+COUNTED_ELSEWHERE = frozenset(name for faults in _TABLES for name in faults.armed)
 """Faults that are only armed when they begin, and counted when they really strike."""
 
 SIDE_EFFECTS: Mapping[str, str] = {
@@ -70,7 +60,7 @@ SIDE_EFFECTS: Mapping[str, str] = {
 with their groups. Counted like the others."""
 
 GROUP_OF: Mapping[str, str] = {
-    **{name: group for group, faults in GROUPS.items() for name in faults},
+    **{name: group for group, tables in GROUPS.items() for faults in tables for name in faults},
     **SIDE_EFFECTS,
     "stopped_and_said_so": "lost state",
     OTHER_RANKS: "ranks",
@@ -189,13 +179,11 @@ def _wait_for_moment(world: FaultWorld, name: str, moment: tuple[str, str, str])
             world.watchers.remove(watch)
             _strike(world, name, 0)
 
-    def watch(role: str, process: SimulatedProcess, kind: str, fields: Mapping[str, Any]) -> None:
-        if (role, kind) == moment[:2] and moment[2] in ("", fields.get("phase")):
-            world.watchers.remove(watch)
-            world.struck = process
-            world.kernel.after(world.kernel.rng.choice((0.0, 0.0, 0.01)), None, _strike, world, name, 0)
+    def strike(process: SimulatedProcess, fields: Mapping[str, Any]) -> None:
+        world.struck = process
+        world.kernel.after(world.kernel.rng.choice((0.0, 0.0, 0.01)), None, _strike, world, name, 0)
 
-    world.watchers.append(watch)
+    watch = world.once(*moment, strike)
     world.kernel.at(last_s, None, too_late)
 
 
@@ -214,8 +202,3 @@ def _strike(world: FaultWorld, name: str, tries: int) -> None:
         world.kernel.after(RETRY_S, None, _strike, world, name, tries + 1)
     else:
         world.counts.cannot(name, NOTHING)
-
-
-def heal(world: FaultWorld) -> None:
-    """End all faults; none strikes afterwards."""
-    world.watchers.clear()

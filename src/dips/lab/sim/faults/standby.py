@@ -7,12 +7,12 @@ with an empty directory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-from dips.lab.sim.faults.processes import DOWN_S, pause, the_master
-from dips.lab.sim.faults.world import FaultWorld
+from dips.lab.sim.faults.processes import DOWN_S, pause, running_master, the_master
+from dips.lab.sim.faults.world import Faults, FaultWorld
 from dips.lab.sim.hosts.master import MasterHost
 from dips.lab.sim.hosts.standby import StandbyHost
+
+FAULTS = Faults()
 
 SLOW_S = 6.0
 CUT_S = (1.0, 6.0, 25.0)
@@ -67,10 +67,10 @@ def _until_it_ends(world: FaultWorld, older: MasterHost) -> None:
     world.kernel.after(world.kernel.rng.uniform(*BECOMES_STANDBY_S), None, world.begin_standby, older.at)
 
 
-def take_over_from_dead(world: FaultWorld) -> bool:
+@FAULTS.of(the_master)
+def take_over_from_dead(world: FaultWorld, master: MasterHost) -> bool:
     """The master's host is lost. Half of the time its process comes back later, on its own directory."""
-    master = the_master(world)
-    if master is None or not _may_take_over(world):
+    if not _may_take_over(world):
         return False
     rng = world.kernel.rng
     master.kill()
@@ -88,28 +88,29 @@ def _returns(world: FaultWorld, older: MasterHost) -> None:
         older.boot()
 
 
-def take_over_from_sleeper(world: FaultWorld) -> bool:
+@FAULTS.of(running_master)
+def take_over_from_sleeper(world: FaultWorld, master: MasterHost) -> bool:
     """The master stands still for longer than its lease, and wakes up."""
-    master = the_master(world)
-    if master is None or master.paused or not _may_take_over(world):
+    if not _may_take_over(world):
         return False
     pause(world, master, world.kernel.rng.uniform(0.2, 2.0 * world.plan.config.evict_after_s))
     _take_over(world)
     return True
 
 
-def take_over_from_live(world: FaultWorld) -> bool:
+@FAULTS.of(the_master)
+def take_over_from_live(world: FaultWorld, master: MasterHost) -> bool:
     """An operator, or a lease, is wrong: the master is well, and hears of the take-over."""
-    if the_master(world) is None or not _may_take_over(world):
+    if not _may_take_over(world):
         return False
     _take_over(world)
     return True
 
 
-def take_over_behind_a_cut(world: FaultWorld) -> bool:
+@FAULTS.of(the_master)
+def take_over_behind_a_cut(world: FaultWorld, master: MasterHost) -> bool:
     """The master is cut off from the standby, and from some or all of the others, for a while."""
-    master = the_master(world)
-    if master is None or not _may_take_over(world):
+    if not _may_take_over(world):
         return False
     rng = world.kernel.rng
     others = [*world.slaves, *world.clusters]
@@ -125,41 +126,33 @@ def take_over_behind_a_cut(world: FaultWorld) -> bool:
 # ---- a standby ----
 
 
-def standby_crashes(world: FaultWorld) -> bool:
-    standby = _standby(world)
-    if standby is None or world.healed:
+@FAULTS.of(_standby)
+def standby_crashes(world: FaultWorld, standby: StandbyHost) -> bool:
+    if world.healed:
         return False
     standby.kill()
     world.restart(standby, world.kernel.rng.choice(DOWN_S))
     return True
 
 
+@FAULTS.add()
 def standby_sleeps(world: FaultWorld) -> bool:
     return pause(world, _standby(world), world.kernel.rng.choice(CUT_S))
 
 
-def slow_standby_disk(world: FaultWorld) -> bool:
-    standby = _standby(world)
-    if standby is None:
-        return False
+@FAULTS.of(_standby)
+def slow_standby_disk(world: FaultWorld, standby: StandbyHost) -> None:
     standby.disk.flush_factor = 200.0
-    world.kernel.after(SLOW_S, None, _standby_disk_fast, standby)
-    return True
+    world.kernel.after(SLOW_S, None, setattr, standby.disk, "flush_factor", 1.0)
 
 
-def _standby_disk_fast(standby: StandbyHost) -> None:
-    standby.disk.flush_factor = 1.0
-
-
-def lost_standby_disk(world: FaultWorld) -> bool:
-    standby = _standby(world)
-    if standby is None:
-        return False
+@FAULTS.of(_standby)
+def lost_standby_disk(world: FaultWorld, standby: StandbyHost) -> None:
     world.disk.agreed = 0
     standby.loses_disk()
-    return True
 
 
+@FAULTS.add()
 def cut_standby_from_master(world: FaultWorld) -> bool:
     pairs = [("standby", "master"), ("master", "standby")]
     if world.standby is None or any(world.net.is_cut(*pair) for pair in pairs):
@@ -173,15 +166,3 @@ BROUGHT: tuple[str, ...] = (LEFT_BEHIND, RETURNED)
 """What take-overs bring with them."""
 
 TAKE_OVERS = ("take_over_from_dead", "take_over_from_sleeper", "take_over_from_live", "take_over_behind_a_cut")
-
-FAULTS: Mapping[str, Callable[[FaultWorld], bool]] = {
-    "take_over_from_dead": take_over_from_dead,
-    "take_over_from_sleeper": take_over_from_sleeper,
-    "take_over_from_live": take_over_from_live,
-    "take_over_behind_a_cut": take_over_behind_a_cut,
-    "standby_crashes": standby_crashes,
-    "standby_sleeps": standby_sleeps,
-    "slow_standby_disk": slow_standby_disk,
-    "lost_standby_disk": lost_standby_disk,
-    "cut_standby_from_master": cut_standby_from_master,
-}

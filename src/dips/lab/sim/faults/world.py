@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar
 
 from dips.core.errors import Refused
 from dips.core.ids import PushId, Version, parse_version
@@ -37,6 +37,9 @@ LOOKS_EVERY_S = 3.0
 
 OLD_ATTEMPT, OLD_LIFE = "chunks_of_an_old_attempt", "chunks_of_an_old_incarnation"
 """What faults of single ranks bring with them: chunks of what the rank's cluster has given up."""
+
+
+Watcher = Callable[[str, SimulatedProcess, str, Mapping[str, Any]], None]
 
 
 class FaultWorld(World):
@@ -70,7 +73,7 @@ class FaultWorld(World):
         self.counts = RunCounts()
         self._phase = STARTING
         self._said: dict[tuple[str, str], str] = {}
-        self.watchers: list[Callable[[str, SimulatedProcess, str, Mapping[str, Any]], None]] = []
+        self.watchers: list[Watcher] = []
         """Called for each line of a tape."""
 
         self.requests: deque[ClusterRequest] = deque(maxlen=60)
@@ -131,7 +134,7 @@ class FaultWorld(World):
 
     # ---- restarts ----
 
-    def _boot_if_dead(self, host: Host) -> None:
+    def boot_if_dead(self, host: Host) -> None:
         if not host.alive and not self.ended and (host is self.standby or not isinstance(host, StandbyHost)):
             host.boot()
 
@@ -139,7 +142,7 @@ class FaultWorld(World):
         """Start a dead process again, as the launchers do. They too stand still while everything is suspended: else a
         run whose faults end only later would go on for hours."""
         suspended_s = max(0.0, self.suspended_until_s - self.kernel.now_s)
-        self.kernel.after(suspended_s + after_s, None, self._boot_if_dead, host)
+        self.kernel.after(suspended_s + after_s, None, self.boot_if_dead, host)
 
     def master_ended(self, master: MasterProcess, code: int, sentence: str) -> None:
         if code == 0:
@@ -156,30 +159,26 @@ class FaultWorld(World):
     def taken_over(self, master: MasterHost) -> None:
         """A standby has become the run's master, and is started next; the one before it may live on."""
 
-    def master_died(self, master: MasterProcess) -> None:
-        """The master was killed by a fault that waited for its moment."""
-        if master is self.masters[0]:
-            self.restart(master, self.kernel.jitter(RESTART_S))
+    def _has_its_name(self, host: Host) -> bool:
+        """Whether it is the first process of its name, and no twin, second master, or one that was taken over from."""
+        return host is self.masters[0] or host is self.slaves.get(host.name) or host is self.clusters.get(host.name)
+
+    def died(self, host: Host) -> None:
+        """The process was killed by a fault that waited for its moment; a twin stays dead."""
+        if self._has_its_name(host):
+            is_master = host is self.masters[0]
+            self.restart(host, self.kernel.jitter(RESTART_S) if is_master else RESTART_S)
 
     def slave_stopped(self, slave: SlaveProcess) -> None:
         """The slave stopped because the master asked it to."""
         if not self.ended and not any(m.exit and m.exit[0] == 0 for m in self.masters):
             self.restart(slave, RESTART_S)
 
-    def slave_died(self, slave: SlaveProcess) -> None:
-        if self.slaves[slave.name] is slave:
-            self.restart(slave, RESTART_S)
-
-    def cluster_died(self, cluster: Host) -> None:
-        """The cluster was killed by a fault that waited for its moment; a twin stays dead."""
-        if self.clusters[cluster.name] is cluster:
-            self.restart(cluster, RESTART_S)
-
     def gave_up(self, slave: SlaveProcess, why: Refused) -> None:
         """The process ended after a permanent refusal; its launcher tries again."""
         self.kernel.note(slave.name, f"gives up: {why.sentence}")
         slave.end()
-        if self.slaves[slave.name] is slave:
+        if self._has_its_name(slave):
             self.restart(slave, 2 * RESTART_S)
 
     def name_taken(self, slave: SlaveProcess) -> None:
@@ -189,7 +188,7 @@ class FaultWorld(World):
     def cluster_ended(self, cluster: Host, finished: Finished) -> None:
         """A cluster ended. A failed one is started again; one that was asked to leave stays away until everything is
         healed, or comes back earlier in a long run."""
-        if self.clusters[cluster.name] is not cluster:
+        if not self._has_its_name(cluster):
             return
         if finished.error is not None or self.healed:
             self.restart(cluster, RESTART_S)
@@ -252,6 +251,19 @@ class FaultWorld(World):
         elif cluster.ranks is None or not cluster.ranks.sends(push, attempt):
             self.fired(OLD_ATTEMPT)
 
+    def once(
+        self, role: str, kind: str, phase: str, act: Callable[[SimulatedProcess, Mapping[str, Any]], None]
+    ) -> Watcher:
+        """Call once, at the next such line of a tape. phase: empty for any."""
+
+        def watch(said_by: str, process: SimulatedProcess, said: str, fields: Mapping[str, Any]) -> None:
+            if (said_by, said) == (role, kind) and phase in ("", fields.get("phase")):
+                self.watchers.remove(watch)
+                act(process, fields)
+
+        self.watchers.append(watch)
+        return watch
+
     def requested(self, request: ClusterRequest) -> None:
         self.requests.append(request)
 
@@ -286,3 +298,46 @@ class FaultWorld(World):
     def manifest(self, slave: SlaveProcess, info: SnapshotInfo, record: bytes) -> None:
         self.kernel.note(slave.name, f"manifest {info.version} {info.round}")
         self.committed_somewhere.add(info.version)
+
+
+# ---- tables of faults ------------------------------------------------------------------------------------------------
+
+
+Begin = Callable[[FaultWorld], bool]
+"""Strikes now; returns False when there is nothing to strike at yet."""
+
+Target = TypeVar("Target")
+
+
+class Faults(dict[str, Begin]):
+    """A table of faults by name, into which its decorators enter functions. armed: those that are only armed when they
+    begin, and counted when they really strike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.armed: set[str] = set()
+
+    def add(self, *, armed: bool = False) -> Callable[[Begin], Begin]:
+        """Enter a fault that finds itself what to strike at."""
+
+        def enter(begin: Begin) -> Begin:
+            self[begin.__name__] = begin
+            self.armed |= {begin.__name__} if armed else set()
+            return begin
+
+        return enter
+
+    def of(
+        self, target: Callable[[FaultWorld], Target | None], *, armed: bool = False
+    ) -> Callable[[Callable[[FaultWorld, Target], bool | None]], Begin]:
+        """Enter a fault of what `target` chooses; it returns False when it cannot strike at that yet."""
+
+        def enter(strike: Callable[[FaultWorld, Target], bool | None]) -> Begin:
+            @wraps(strike)
+            def begin(world: FaultWorld) -> bool:
+                chosen = target(world)
+                return chosen is not None and strike(world, chosen) is not False
+
+            return self.add(armed=armed)(begin)
+
+        return enter

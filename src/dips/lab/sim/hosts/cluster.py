@@ -17,12 +17,11 @@ from typing import Any
 from dips.core.errors import ConfigError, DipsError, RefusalCode, Refused, RemoteProtocolError
 from dips.core.ids import Incarnation
 from dips.core.messages import DataMode, HeartbeatReply, HeartbeatRequest, PullGrant
-from dips.core.net.transfer import Transfer, TransferSettings
+from dips.core.net.transfer import TransferSettings
 from dips.core.wire import Codec
 from dips.lab.sim.arithmetic import ClusterModel, Key, Value
 from dips.lab.sim.content import CLEAN, KIND_NAMES, SimulatedModel
-from dips.lab.sim.hosts.ranks import ModelCommand, Ranks, same_vectors
-from dips.lab.sim.hosts.transfer import Carrier, PullCarrier, PushCarrier
+from dips.lab.sim.hosts.ranks import Ranks, same_vectors
 from dips.lab.sim.world import Call, Host, World
 from dips.worker.commands import Snapshot
 from dips.worker.pace import StepTimer
@@ -115,10 +114,7 @@ class Checkpoints:
         self._writing, self._due_s = True, cluster.kernel.now_s + EVERY_S
         text = json.dumps(saved.to_json())
         own = replace(model)
-        if cluster.ranks is None:
-            cluster.kernel.after(self._write_s(), cluster, self._written, text, own, [], saved)
-        else:
-            cluster.ranks.take_checkpoint(self._write_s, lambda parts: self._written(text, own, parts, saved))
+        cluster.live_ranks.take_checkpoint(self._write_s, lambda parts: self._written(text, own, parts, saved))
 
     def record_push(self, job: int, record: PushRecord) -> None:
         cluster = self._cluster
@@ -185,9 +181,8 @@ class ClusterHost(Host):
         """Until when it copies parameters; everything waits for that."""
 
         self._waking_s = -1.0
-        self._carriers: dict[int, Carrier] = {}
         self.ranks: Ranks | None = None
-        """The ranks of this process's life; None: it is one process."""
+        """The ranks of this process's life; None: it is not alive."""
 
         self.followers_survive_s = 0.0
         """How long its followers go on when it ends, at least."""
@@ -209,23 +204,20 @@ class ClusterHost(Host):
         self.life += 1
         n_ranks = plan.pushers_of(self.name, self.life)
         self._checkpoints.put_back(self.model)
-        self.ranks = Ranks(self.world, self, self.model, n_ranks, self.step_s) if n_ranks > 1 else None
-        keys = self.ranks.keys if self.ranks is not None else ()
-        key = self.world.key_of(self)
-        config = plan.session_config(self.name, curve_key=key, process_id=drawn, rank_keys=keys, pushers=n_ranks)
+        self.ranks = Ranks(self.world, self, self.model, n_ranks, self.step_s)
+        config = plan.session_config(
+            self.name, curve_key=self.world.key_of(self), process_id=drawn, rank_keys=self.ranks.keys, pushers=n_ranks
+        )
         self.session = ClusterMachine(config)
         self.finished = None
         self.pace = StepTimer()
         self._checkpoints.begin_process()
         self._queue.clear()
-        for carrier in self._carriers.values():
-            carrier.over = True  # its connections ended with the process
-        self._carriers.clear()
         self._sent_as.clear()
         self._stepping, self._waking_s, self._busy_until_s = False, -1.0, 0.0
         self._told, self._fenced = None, None
         self._said_lost = False
-        self.kernel.after(self.kernel.jitter(self._heartbeat_s()), self, self._beat)
+        self.kernel.after(self.kernel.jitter(self.world.plan.config.settings.heartbeat_s), self, self._beat)
         self._checkpoints.resume(self.session)
         self._handle(effects.Started())
         self._settle()
@@ -254,10 +246,7 @@ class ClusterHost(Host):
         """One of its followers is gone: the cluster ends with it, and torchrun starts all ranks again."""
         self.kernel.note(self.name, "a rank is gone")
         self.kill()
-        self.world.cluster_died(self)
-
-    def _heartbeat_s(self) -> float:
-        return self.world.plan.config.settings.heartbeat_s
+        self.world.died(self)
 
     # ---- the training loop ----
 
@@ -381,11 +370,6 @@ class ClusterHost(Host):
         """The number of the next push that it begins."""
         return self.session.pushing.seq + 1 if self.session is not None else 1
 
-    @property
-    def n_transfers(self) -> int:
-        """The number of its transfers under way."""
-        return len(self._carriers) + (self.ranks.n_jobs if self.ranks is not None else 0)
-
     def stop_soon(self, reason: str) -> None:
         self.deliver(effects.StopWanted(reason))
 
@@ -399,9 +383,7 @@ class ClusterHost(Host):
             outputs = self.session.handle(event, self.kernel.now_s)
             for number, effect in enumerate(outputs):
                 if number and self.dies_after and self.dies_here():
-                    self.world.fired("crash_cluster_in_step")
-                    self.kill()
-                    self.world.cluster_died(self)
+                    self.struck_dead("crash_cluster_in_step")
                 if self.alive and self.copying:
                     self.kernel.at(self._busy_until_s, self, self._carry_out, effect)
                 elif self.alive:
@@ -418,27 +400,24 @@ class ClusterHost(Host):
             case effects.Run():
                 self._begin(effect.job, effect)
             case effects.Cancel(job):
-                if job in self._carriers:
-                    self._carriers.pop(job).over = True
-                elif self.ranks is not None:
-                    self.ranks.cancel(job)
+                self.live_ranks.cancel(job)
             case effects.CopyParameters():
                 self._snapshot()
-                self._tell_ranks(Snapshot(may_stay_live=False, whole=False))
+                self.live_ranks.do(Snapshot(may_stay_live=False, whole=False), self.model)
                 self._copy()
             case effects.CopyBase():
                 self.model.copy_base()
-                self._tell_ranks(effect)
+                self.live_ranks.do(effect, self.model)
             case effects.Install():
                 self.model.install(self.name, effect)
-                self._tell_ranks(effect)
+                self.live_ranks.do(effect, self.model)
                 self._copy()
             case effects.KeepResidual(wire):
                 self.model.keep_residual(wire)
-                self._tell_ranks(effect)
+                self.live_ranks.do(effect, self.model)
             case effects.ClearResidual():
                 self.model.clear_residual()
-                self._tell_ranks(effect)
+                self.live_ranks.do(effect, self.model)
             case effects.Record():
                 self.world.tape("worker", self, effect.kind, effect.cause, effect.fields)
             case effects.Log(_, key, sentence):
@@ -449,9 +428,10 @@ class ClusterHost(Host):
             case _:
                 raise LookupError(f"no one carries out {type(effect).__name__}")
 
-    def _tell_ranks(self, command: ModelCommand) -> None:
-        if self.ranks is not None:
-            self.ranks.do(command, self.model)
+    @property
+    def live_ranks(self) -> Ranks:
+        assert self.ranks is not None, "called only while it is alive"
+        return self.ranks
 
     def _begin(self, job: int, run: effects.Run) -> None:
         match run.command:
@@ -493,40 +473,16 @@ class ClusterHost(Host):
         terms = session.shared.terms
         self.world.pushing(push.push, wire, vector)
         limits = self._limits(terms.settings.chunk_bytes, terms.settings.window_chunks)
-        if self.ranks is not None:
-            self.ranks.push(
-                job, push.push, push.ticket, vector, limits, terms.run_id, terms.epoch,
-                lambda end, _: self._pushed(end),
-            )  # fmt: skip
-            return
-        self._carriers[job] = carrier = PushCarrier(
-            self.world, self, self.world.plan.layout, limits, push.push, push.ticket, vector, terms.run_id, terms.epoch,
-            lambda result: self._pushed(self._carried(job, result, is_push=True)),
-        )  # fmt: skip
-        carrier.pump()
+        self.live_ranks.push(job, push.push, push.ticket, vector, limits, terms.run_id, terms.epoch, self._pushed)
 
-    def _carried(self, job: int, result: Any, *, is_push: bool) -> effects.Done | effects.Failed:
-        """The end of a transfer of this process alone, as that of several ranks comes."""
-        took_s = self.kernel.now_s - self._carriers.pop(job).began_s
-        if isinstance(result, Transfer):
-            return effects.Failed(job, result.failure, base_gone=result.base_gone, corrupt=result.corrupt)
-        return effects.Done(job, result if is_push else None, took_s)
-
-    def _pushed(self, end: effects.Done | effects.Failed) -> None:
+    def _pushed(self, end: effects.Done | effects.Failed, values: Mapping[Key, Value]) -> None:
         if isinstance(end, effects.Failed) and end.base_gone:
             self.world.fired("base_gone")
         self.deliver(end)
 
     def _start_pull(self, job: int, grant: PullGrant) -> None:
         limits = self._limits(grant.chunk_bytes, PULL_WINDOW_CHUNKS)
-        if self.ranks is not None:
-            self.ranks.pull(job, grant, limits, partial(self._pulled, grant), self.model)
-            return
-        self._carriers[job] = carrier = PullCarrier.of_grant(
-            self.world, self, self.world.plan.layout, limits, grant,
-            lambda result: self._pulled(grant, self._carried(job, result, is_push=False), result), self.model.installed,
-        )  # fmt: skip
-        carrier.pump()
+        self.live_ranks.pull(job, grant, limits, partial(self._pulled, grant), self.model)
 
     def _pulled(self, grant: PullGrant, end: effects.Done | effects.Failed, values: Mapping[Key, Value]) -> None:
         if isinstance(end, effects.Done):
@@ -557,7 +513,7 @@ class ClusterHost(Host):
             )  # fmt: skip
             wait_s = settings.heartbeat_s * settings.evict_after_beats
             Call(self.world, self, request, wait_s, lambda result: self._beaten(incarnation, result))
-        self.kernel.after(self._heartbeat_s(), self, self._beat)
+        self.kernel.after(self.world.plan.config.settings.heartbeat_s, self, self._beat)
 
     def _told_pace(self) -> tuple[float, float]:
         """(tokens, steps) a second, as its beats say."""

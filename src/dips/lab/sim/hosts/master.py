@@ -137,10 +137,10 @@ class MasterHost(MasterProcess):
         self.state = None
         if self._follower is not None:
             (stream, end), self._follower = self._follower, None
-            stream.died(end)
+            stream.close(end)
         links, self._links = self._links, {}
         for stream, end in links.values():
-            stream.died(end)
+            stream.close(end)
         calls, self._calls = self._calls, {}
         for call in calls.values():
             call.server_died()
@@ -254,9 +254,7 @@ class MasterHost(MasterProcess):
         for number, effect in enumerate(effects):
             if number and self.dies_after and self.dies_here():
                 # Die between two effects of one step: some were executed, the others never are
-                self.world.fired("crash_master_in_step")
-                self.kill()
-                self.world.master_died(self)
+                self.struck_dead("crash_master_in_step")
                 return
             self._perform(effect)
         for effect in effects:
@@ -321,9 +319,7 @@ class MasterHost(MasterProcess):
 
     def _die_in_flush(self) -> None:
         self.dies_in_flush = False
-        self.world.fired("crash_master_while_writing")
-        self.kill()
-        self.world.master_died(self)
+        self.struck_dead("crash_master_while_writing")
 
     def _flushed(self, batch: list[StoredEntry]) -> None:
         """The disk has written the batch. A newer epoch in the same journal ends this process before it can write."""

@@ -1,10 +1,11 @@
-"""Simulates the ranks of a cluster of several: each carries its share of every transfer, as dips.worker.parallel does.
+"""Simulates the ranks of a cluster, one or several: each carries its share of every transfer, as dips.worker.parallel
+does.
 
-The leader (rank 0) is the cluster's process, with the session. A follower is a process on a host of its own: it hears
-the leader's commands in their order, up to a step later, and may be late, die alone, or outlive the leader. Its name on
-the network is "cluster.rank". Steps are the leader's: training inside a cluster is not simulated. Where a run's
-arithmetic remembers (symbols), each rank has vectors of its own, which only commands change, and what it sends comes
-from them: after each command they must be the leader's.
+The leader (rank 0) is the cluster's process, with the session; a cluster of one process has no other. A follower is a
+process on a host of its own: it hears the leader's commands in their order, up to a step later, and may be late, die
+alone, or outlive the leader. Its name on the network is "cluster.rank". Steps are the leader's: training inside a
+cluster is not simulated. Where a run's arithmetic remembers (symbols), each rank has vectors of its own, which only
+commands change, and what it sends comes from them: after each command they must be the leader's.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Rank:
     """One rank: its process, what it owns, and the transfer that it carries; it has one at most."""
 
     process: SimulatedProcess
-    part: CarriedShare
+    part: CarriedShare | None  # None: the whole model, since it is the only rank
     model: SimulatedModel | None = None
     """A follower's vectors; of each only the chunks of its share are used. None: the leader's, or they are numbers."""
 
@@ -133,15 +134,16 @@ class Ranks:
         self._step_s = step_s
         self._chunk_bytes = plan.config.settings.chunk_bytes
         self._jobs: dict[int, _Job] = {}
-        shares = shares_of_replicas(plan.layout, n_ranks, self._chunk_bytes)
-        self.all = [
-            Rank(
-                Follower(world, f"{leader.name}.{rank}", leader.generation) if rank else leader,
-                CarriedShare(rank, share),
-                replace(model) if rank and isinstance(model, SimulatedModel) else None,
-            )
-            for rank, share in enumerate(shares)
-        ]
+        self.all = [Rank(leader, None)]
+        if n_ranks > 1:
+            self.all = [
+                Rank(
+                    Follower(world, f"{leader.name}.{rank}", leader.generation) if rank else leader,
+                    CarriedShare(share, rank),
+                    replace(model) if rank and isinstance(model, SimulatedModel) else None,
+                )
+                for rank, share in enumerate(shares_of_replicas(plan.layout, n_ranks, self._chunk_bytes))
+            ]
 
     @property
     def followers(self) -> list[Follower]:
@@ -237,7 +239,10 @@ class Ranks:
     # ---- checkpoints ----
 
     def take_checkpoint(self, write_s: Callable[[], float], done: Callable[[list[SimulatedModel]], None]) -> None:
-        """All followers write theirs, each in write_s(). done: called with them when the leader has heard of all."""
+        """All followers write theirs, each in write_s(). done: called with them when the leader has heard of all; where
+        there are none, when it has written its own."""
+        if not self.followers:
+            self._world.kernel.after(write_s(), self._leader, done, [])
         written: list[SimulatedModel] = []
 
         def heard(model: SimulatedModel) -> None:
@@ -307,11 +312,21 @@ class Ranks:
     # ---- ends ----
 
     def _part_ended(self, job: int, rank: Rank, result: Any) -> None:
-        """One rank's part is over: the leader hears of it when they meet."""
-        number, checksum = rank.part.rank, self._world.plan.arithmetic.checksum
-        values: Mapping[Key, Value] = {}
+        """One rank's part is over: the leader hears of it when they meet. That of the only rank is the whole, and its
+        carrier has compared the digests."""
         assert rank.carrier is not None, "what ended was its transfer"
         took_s = self._world.kernel.now_s - rank.carrier.began_s
+        values: Mapping[Key, Value] = {}
+        if rank.part is None:
+            whole, pulls = self._jobs.pop(job), isinstance(rank.carrier, PullCarrier)
+            if isinstance(result, Transfer):
+                whole.done(Failed(job, result.failure, base_gone=result.base_gone, corrupt=result.corrupt), values)
+            elif pulls:
+                whole.done(Done(job, None, took_s), result)
+            else:
+                whole.done(Done(job, result, took_s), values)
+            return
+        number, checksum = rank.part.rank, self._world.plan.arithmetic.checksum
         if isinstance(result, Transfer):
             end = PartEnd(job, number, result.failure, base_gone=result.base_gone, corrupt=result.corrupt)
         elif isinstance(rank.carrier, PullCarrier):

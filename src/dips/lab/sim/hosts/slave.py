@@ -242,7 +242,7 @@ class SlaveHost(SlaveProcess):
                 self.kernel.aside(self.name, problem)
             self.promise = Promise(self.disk)
         except PowerLossError as loss:
-            self.lose_power(str(loss))
+            self.struck_dead(str(loss))
             return
         self.state = SlaveMachine(
             self.world.run_id,
@@ -273,18 +273,12 @@ class SlaveHost(SlaveProcess):
             self.world.fired(what)
         self._die()
 
-    def lose_power(self, fault: str) -> None:
-        """Lose power within a step of the disk."""
-        self.world.fired(fault)
-        self.kill()
-        self.world.slave_died(self)
-
     def _die(self) -> None:
         self.end_process()
         self.state = None
         stream, self._stream = self._stream, None
         if stream is not None:
-            stream[0].died(stream[1])
+            stream[0].close(stream[1])
 
     # ---- the stream ----
 
@@ -306,7 +300,7 @@ class SlaveHost(SlaveProcess):
         self._stream, self._got_command = (stream, mine), False
         self.kernel.after(0.0, master, master.attached, number, stream, theirs)
         self.handle(effects.Linked())
-        self.kernel.after(self._beat_s(), self, self._beat, number)
+        self.kernel.after(self.world.plan.config.settings.heartbeat_s, self, self._beat, number)
         self.kernel.after(FIRST_COMMAND_S, self, self._no_command, number)
 
     def _no_command(self, number: int) -> None:
@@ -350,9 +344,6 @@ class SlaveHost(SlaveProcess):
     def linked(self) -> bool:
         return self._stream is not None
 
-    def _beat_s(self) -> float:
-        return self.world.plan.config.settings.heartbeat_s
-
     def _beat(self, number: int) -> None:
         if number != self._link or self._stream is None or self.state is None:
             return
@@ -360,7 +351,7 @@ class SlaveHost(SlaveProcess):
             progress = self.port.memory.table.progress() if self.port.memory else ()
             durable = self.state.shard.saving.durable
             self._send(SlaveBeat(0, 0, self.port.refused_chunks, 0, len(progress), progress, durable))
-        self.kernel.after(self._beat_s(), self, self._beat, number)
+        self.kernel.after(self.world.plan.config.settings.heartbeat_s, self, self._beat, number)
 
     def _send(self, body: Any) -> None:
         if self._stream is None or self.state is None:
@@ -378,9 +369,7 @@ class SlaveHost(SlaveProcess):
         try:
             for number, effect in enumerate(self.state.handle(event, self.kernel.now_s)):
                 if number and self.dies_after and self.dies_here():
-                    self.world.fired("crash_slave_in_step")
-                    self.kill()
-                    self.world.slave_died(self)
+                    self.struck_dead("crash_slave_in_step")
                 if self.alive:
                     self._carry_out(effect)
         except (DipsError, AssertionError, LookupError, ValueError, TypeError) as error:
@@ -479,11 +468,11 @@ class SlaveHost(SlaveProcess):
         try:
             work(*args)
         except PowerLossError as loss:
-            self.lose_power(str(loss))
+            self.struck_dead(str(loss))
         except OSError as error:
             self.kernel.note(self.name, f"ends: {error}")
             self.end()
-            self.world.slave_died(self)
+            self.world.died(self)
         finally:
             if self.disk.errors_seen != errors:
                 self.world.fired("slave_disk_error")
@@ -639,8 +628,10 @@ class SlaveHost(SlaveProcess):
         key: bytes = b"",
         away: Away = lambda why: None,
     ) -> None:
-        if not self.world.plan.config.encrypted or self._admits(key, header, answer, away):
-            self.handle_port(lambda: answer(*self.port.answer(self.world.run_id, header, value)))
+        admitted = not self.world.plan.config.encrypted or self._admits(key, header, answer, away)
+        if admitted and self.state is not None:
+            answer(*self.port.answer(self.world.run_id, header, value))
+            self._say_staged()
 
     def _admits(self, key: bytes, header: DataHeader, answer: Callable[[DataHeader, Value], None], away: Away) -> bool:
         """What CURVE and ZAP do at a slave's port, by the real list; a peer that is not admitted is told so here."""
@@ -654,12 +645,6 @@ class SlaveHost(SlaveProcess):
             answer(DataHeader(header.run_id, header.epoch, DataOp.REFUSED, header.request, refusal=refusal), None)
             return False
         return True
-
-    def handle_port(self, act: Callable[[], None]) -> None:
-        if self.state is None:
-            return
-        act()
-        self._say_staged()
 
     def _say_staged(self) -> None:
         complete, self.port.complete = self.port.complete, []

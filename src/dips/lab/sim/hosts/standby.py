@@ -40,7 +40,7 @@ class StandbyHost(Host):
         """kill -9: a batch that is being written is lost as a whole."""
         if self._stream is not None:
             (stream, end), self._stream = self._stream, None
-            stream.died(end)
+            stream.close(end)
         self.end_process()
 
     def becomes_master(self) -> MasterHost:

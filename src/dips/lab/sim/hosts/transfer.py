@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from dips.core.ids import PushId, Version
 from dips.core.layout import FLOAT32_BYTES, Chunk, Layout, Share
@@ -42,12 +42,11 @@ from dips.lab.sim.world import Call, Host, World
 Ended = Callable[[Any], None]
 
 
-@dataclass(frozen=True)
-class CarriedShare:
+class CarriedShare(NamedTuple):
     """What one rank of a cluster carries of each transfer, as dips.worker.data.RankShare says."""
 
-    rank: int
     share: Share
+    rank: int
 
 
 class Carrier:
@@ -182,14 +181,6 @@ class Carrier:
         self.pump()
 
 
-def _chunks_by_slave(
-    layout: Layout, placement: PlacementSpec, block_order: Iterable[int], chunk_bytes: int, part: CarriedShare | None
-) -> dict[str, list[Chunk]]:
-    if part is None:
-        return chunks_by_slave(layout, placement, block_order, chunk_bytes)
-    return chunks_by_slave(layout, placement, block_order, chunk_bytes, part.share, part.rank)
-
-
 def _payload_bytes(header: DataHeader) -> int:
     if header.op not in (DataOp.PUT_CHUNK, DataOp.CHUNK):
         return 0
@@ -207,7 +198,7 @@ class PushCarrier(Carrier):
         Ticket, vector: ModelVector, run_id: str, epoch: int, ended: Ended, part: CarriedShare | None = None,
     ) -> None:  # fmt: skip
         """part: None: the whole model."""
-        shares = _chunks_by_slave(layout, ticket.placement, ticket.block_order, settings.chunk_bytes, part)
+        shares = chunks_by_slave(layout, ticket.placement, ticket.block_order, settings.chunk_bytes, *(part or ()))
         self._layout, self._ticket, self._chunk_bytes, self._part = layout, ticket, settings.chunk_bytes, part
         self._machine = PushTransfer(shares, settings, world.kernel.now_s, is_share=part is not None)
         super().__init__(world, owner, self._machine, ticket.placement, run_id, epoch, ended)
@@ -290,7 +281,7 @@ class PullCarrier(Carrier):
     ) -> PullCarrier:  # fmt: skip
         """Fetches the version of a grant, or of a share of it, whose digests the caller compares. installed: the base
         of differences; None: of who asks for none."""
-        shares = _chunks_by_slave(layout, grant.placement, grant.block_order, settings.chunk_bytes, part)
+        shares = chunks_by_slave(layout, grant.placement, grant.block_order, settings.chunk_bytes, *(part or ()))
         digests = dict(grant.digest_of_slave) if part is None else None
         transfer = PullTransfer(shares, digests, settings, world.kernel.now_s)
         differences = None
