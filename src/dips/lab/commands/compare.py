@@ -218,7 +218,19 @@ def _compare_methods(
 ) -> int:
     check_place(place.run_dir)
     jobs = jobs_of(methods, seeds, setup, data, inject)
-    found = replace(_compared(jobs, place.gather(jobs), setup, place.run_dir), references=references)
+    records, results = place.gather(jobs), Results(place.run_dir)
+    spoilt = [job for job in jobs if job.inject]
+    kept = [record for job in spoilt if (record := results.load(replace(job, inject=""))) is not None]
+    found = Comparison(
+        setup=setup,
+        seeds=tuple(seeds),
+        inject=inject if spoilt else "",
+        command=shlex.join(["dips", *sys.argv[1:]]),
+        summaries=by_method(records, setup.ideal_tokens),
+        records=records,
+        clean=by_method(kept, setup.ideal_tokens),
+        references=references,
+    )
     plain, file = to_json(found), place.run_dir / "compare.json"
     write_json(file, plain)
     paths = [place.run_dir / f"{name}.png" for name in ("loss-tokens", "loss-time", "norms", "cosines")]
@@ -232,24 +244,6 @@ def _compare_methods(
     draw_cosines(paths[3], first)
     _tell(place, plain, partial(_tell_comparison, found), [file, *paths])
     return 0
-
-
-def _compared(
-    jobs: Sequence[ComparisonJob], records: Sequence[RunRecord], setup: ComparisonSetup, run_dir: Path
-) -> Comparison:
-    """With the same runs without the injection, as far as they are kept from before."""
-    results = Results(run_dir)
-    spoilt = [job for job in jobs if job.inject]
-    kept = [record for job in spoilt if (record := results.load(replace(job, inject=""))) is not None]
-    return Comparison(
-        setup=setup,
-        seeds=tuple(dict.fromkeys(job.seed for job in jobs)),
-        inject=spoilt[0].inject if spoilt else "",
-        command=shlex.join(["dips", *sys.argv[1:]]),
-        summaries=by_method(records, setup.ideal_tokens),
-        records=records,
-        clean=by_method(kept, setup.ideal_tokens),
-    )
 
 
 # ---- options ----

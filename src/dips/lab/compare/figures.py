@@ -277,7 +277,7 @@ def figure_table(found: FigureResult) -> Table:
             time_text(line),
             show(line.mean("share_of_ideal"), ".1%"),
             show(line.mean("staleness_mean"), ".2f"),
-            show(line.total("flagged_good"), "d"),
+            show(line.over("flagged_good", sum), "d"),
         )
     return table
 

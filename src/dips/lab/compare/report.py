@@ -146,17 +146,13 @@ class MethodSummary:
         return stdev(self.losses) if len(self.losses) > 1 and not self.not_finite else None
 
     def mean(self, name: str) -> float | None:
-        """The mean over the seeds of a field of RunSummary; None when it is None."""
-        values = [getattr(run, name) for run in self.runs.values()]
-        return None if None in values else _mean(values)
+        mean: float | None = self.over(name, fmean)
+        return mean
 
-    def largest(self, name: str) -> int | None:
+    def over(self, name: str, together: Callable[[list[Any]], Any]) -> Any:
+        """A field of RunSummary over all seeds; None when it is None in one."""
         values = [getattr(run, name) for run in self.runs.values()]
-        return None if None in values else max(values, default=None)
-
-    def total(self, name: str) -> int | None:
-        values = [getattr(run, name) for run in self.runs.values()]
-        return None if None in values else sum(values)
+        return None if None in values else together(values)
 
     @property
     def alarms(self) -> int:
@@ -317,16 +313,16 @@ def course_table(found: Comparison) -> Table:
         ("rounds", lambda summary: show(summary.mean("rounds"), ".0f")),
         ("merged", lambda summary: show(summary.mean("merged_per_round"), ".2f")),
         ("stale", lambda summary: show(summary.mean("staleness_mean"), ".2f")),
-        ("most", lambda summary: show(summary.largest("staleness_max"), "d")),
+        ("most", lambda summary: show(summary.over("staleness_max", max), "d")),
         ("clip", lambda summary: show(summary.mean("clipped"), ".0%")),
-        ("good\nout", lambda summary: show(summary.total("flagged_good"), "d")),
+        ("good\nout", lambda summary: show(summary.over("flagged_good", sum), "d")),
         ("alarms", lambda summary: str(summary.alarms)),
     ]
     if any(summary.mean("voids") for summary in found.summaries.values()):
         columns.insert(1, ("void", lambda summary: show(summary.mean("voids"), ".0f")))
     if found.inject:
-        columns.insert(-2, ("bad\nout", lambda summary: show(summary.total("flagged_bad"), "d")))
-        columns.insert(-1, ("bad\nin", lambda summary: show(summary.total("missed"), "d")))
+        columns.insert(-2, ("bad\nout", lambda summary: show(summary.over("flagged_bad", sum), "d")))
+        columns.insert(-1, ("bad\nin", lambda summary: show(summary.over("missed", sum), "d")))
     table = table_of("rounds and pushes", ["method", *(heading for heading, _ in columns)])
     for name, summary in found.summaries.items():
         if find_method(name).kind == "servers":
@@ -372,8 +368,8 @@ def _lost_sentence(found: Comparison) -> str:
 
 
 def _flag_sentence(found: Comparison) -> str:
-    bad = sum((s.total("flagged_bad") or 0) + (s.total("missed") or 0) for s in found.summaries.values())
-    wrongly = sum(s.total("flagged_good") or 0 for s in found.summaries.values())
+    bad = sum((s.over("flagged_bad", sum) or 0) + (s.over("missed", sum) or 0) for s in found.summaries.values())
+    wrongly = sum(s.over("flagged_good", sum) or 0 for s in found.summaries.values())
     if not bad and not wrongly:
         return ""
     if not found.inject:

@@ -213,8 +213,9 @@ class SimulatedRunPlan:
         return self.config.settings.durability
 
     def session_config(
-        self, name: str, curve_key: bytes, process_id: bytes, rank_keys: tuple[bytes, ...], pushers: int
-    ) -> SessionConfig:
+        self, name: str, *, curve_key: bytes = b"", process_id: bytes = b"", rank_keys: Sequence[bytes] = (), pushers:
+        int = 1,
+    ) -> SessionConfig:  # fmt: skip
         return SessionConfig(
             ClusterId(name),
             self.layout,
@@ -227,7 +228,7 @@ class SimulatedRunPlan:
             durable_pushes=self.checkpoints,
             wire=self.wires[self._number(name)] if self.wires else Codec.F32,
             curve_key=curve_key,
-            rank_keys=rank_keys,
+            rank_keys=tuple(rank_keys),
             pushers=pushers,
             process_id=process_id,
         )

@@ -172,15 +172,12 @@ WEATHERS: Mapping[str, tuple[str, float]] = {
 
 def _weather(field: str, chance: float) -> Begin:
     def begin(world: FaultWorld) -> bool:
-        world.net.weather = replace(world.net.weather, **{field: chance})
-        world.kernel.after(WEATHER_S, None, _calm, world, field)
+        net = world.net
+        net.weather = replace(net.weather, **{field: chance})
+        world.kernel.after(WEATHER_S, None, lambda: setattr(net, "weather", replace(net.weather, **{field: 0.0})))
         return True
 
     return begin
-
-
-def _calm(world: FaultWorld, field: str) -> None:
-    world.net.weather = replace(world.net.weather, **{field: 0.0})
 
 
 MESSAGES.update({name: _weather(field, chance) for name, (field, chance) in WEATHERS.items()})

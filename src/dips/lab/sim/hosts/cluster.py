@@ -184,6 +184,8 @@ class ClusterHost(Host):
         self.ranks: Ranks | None = None
         """The ranks of this process's life; None: it is not alive."""
 
+        self._former: Ranks | None = None  # those of its last life, or this one
+
         self.followers_survive_s = 0.0
         """How long its followers go on when it ends, at least."""
 
@@ -204,7 +206,9 @@ class ClusterHost(Host):
         self.life += 1
         n_ranks = plan.pushers_of(self.name, self.life)
         self._checkpoints.put_back(self.model)
-        self.ranks = Ranks(self.world, self, self.model, n_ranks, self.step_s)
+        if self._former is not None:
+            self._former.stop()
+        self.ranks = self._former = Ranks(self.world, self, self.model, n_ranks, self.step_s)
         config = plan.session_config(
             self.name, curve_key=self.world.key_of(self), process_id=drawn, rank_keys=self.ranks.keys, pushers=n_ranks
         )

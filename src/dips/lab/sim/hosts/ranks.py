@@ -75,7 +75,7 @@ class Follower(SimulatedProcess):
 
 @dataclass
 class Rank:
-    """One rank: its process, what it owns, and the transfer that it carries; it has one at most."""
+    """One rank: its process, what it owns, and what it carries: one of several has one transfer at most."""
 
     process: SimulatedProcess
     part: CarriedShare | None  # None: the whole model, since it is the only rank
@@ -85,8 +85,7 @@ class Rank:
     fetched: Mapping[Key, Value] = field(default_factory=dict)
     """What it owns of the version that it fetched last."""
 
-    job: int = -1
-    carrier: Carrier | None = None
+    carriers: dict[int, Carrier] = field(default_factory=dict)  # by job
     heard_s: float = 0.0
     """Until when it has heard the leader's commands."""
 
@@ -94,19 +93,20 @@ class Rank:
     """Those that it has not heard, oldest first."""
 
     def begin(self, job: int, carrier: Carrier) -> None:
-        """Carry this; what it carried before is not wanted any more."""
-        self.stop()
-        self.job, self.carrier = job, carrier
+        """Carry this; what one of several ranks carried before is not wanted any more."""
+        if self.part is not None:
+            self.stop()
+        self.carriers[job] = carrier
         carrier.pump()
 
     def cancel(self, job: int) -> None:
-        if job == self.job:
-            self.stop()
+        if job in self.carriers:
+            self.carriers.pop(job).stop()
 
     def stop(self) -> None:
-        if self.carrier is not None:
-            self.carrier.stop()
-        self.job, self.carrier = -1, None
+        for carrier in self.carriers.values():
+            carrier.stop()
+        self.carriers.clear()
 
 
 @dataclass
@@ -314,11 +314,11 @@ class Ranks:
     def _part_ended(self, job: int, rank: Rank, result: Any) -> None:
         """One rank's part is over: the leader hears of it when they meet. That of the only rank is the whole, and its
         carrier has compared the digests."""
-        assert rank.carrier is not None, "what ended was its transfer"
-        took_s = self._world.kernel.now_s - rank.carrier.began_s
+        carrier = rank.carriers.pop(job)
+        took_s = self._world.kernel.now_s - carrier.began_s
         values: Mapping[Key, Value] = {}
         if rank.part is None:
-            whole, pulls = self._jobs.pop(job), isinstance(rank.carrier, PullCarrier)
+            whole, pulls = self._jobs.pop(job), isinstance(carrier, PullCarrier)
             if isinstance(result, Transfer):
                 whole.done(Failed(job, result.failure, base_gone=result.base_gone, corrupt=result.corrupt), values)
             elif pulls:
@@ -329,7 +329,7 @@ class Ranks:
         number, checksum = rank.part.rank, self._world.plan.arithmetic.checksum
         if isinstance(result, Transfer):
             end = PartEnd(job, number, result.failure, base_gone=result.base_gone, corrupt=result.corrupt)
-        elif isinstance(rank.carrier, PullCarrier):
+        elif isinstance(carrier, PullCarrier):
             values = result
             chunks = rank.part.share.chunks(self._world.plan.layout, self._chunk_bytes)
             sums = {chunk: checksum(values[key_of(chunk)]) for chunk in chunks}
@@ -357,7 +357,10 @@ class Ranks:
     # ---- the end of processes ----
 
     def leader_ended(self, survive_s: float = 0.0) -> None:
-        """The leader's process has ended. The followers notice when they next meet, or after so long."""
+        """The leader's process has ended. The followers notice when they next meet, or after so long; what an only rank
+        carries ends when the next process starts (stop)."""
+        if len(self.all) == 1:
+            return
         self._jobs.clear()
         for rank in self.all:
             if isinstance(rank.process, Follower):
@@ -365,6 +368,10 @@ class Ranks:
                 self._world.kernel.after(noticed_s, rank.process, self._end, rank)
             else:
                 rank.stop()
+
+    def stop(self) -> None:
+        """The next process starts: no connection of the leader's is open."""
+        self.all[0].stop()
 
     def kill(self, follower: Follower, noticed: Callable[[], None]) -> None:
         """kill -9 of one rank. noticed: called in the leader's process, when the ranks next meet."""
