@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from pathlib import Path
 
 import pytest
 
-from dips.local import processes
 from dips.local.demo import DemoOptions, make_plan, train_settings
 from dips.local.log_files import HELDOUT_TAPE, tape_path
 from dips.local.processes import LISTEN, WITHOUT, RunPlan, what_is_served, with_page
@@ -39,7 +39,7 @@ def test_a_run_gets_a_page_on_loopback_that_draws_what_its_evaluator_measures(pl
 
 
 def test_without_it_a_base_installation_says_so(plan: RunPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "page_can_be", lambda: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert with_page(plan) == plan
     with claim(tmp_path / "run", Mark("r", UP, "test")) as directory:
         assert [what_is_served(of_run(plan, page=page), directory, None) for page in (True, False)] == [[WITHOUT], []]
