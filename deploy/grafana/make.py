@@ -248,7 +248,7 @@ LINKS = Dashboard(
             Panel("Use", "Bytes over time, pauses included: how much of a link the run takes.",
                   [Query(f'dips:link_bytes_per_second:rate5m{{{CN}, slave=~"$slave"}}',
                          "{{name}} {{slave}} {{direction}}")], "Bps", stacked=True),
-            Panel("Now, beside the last day", "Below 0.25 most of the time, for 15 minutes: the alarm DipsLinkSlow.",
+            Panel("Now, of the last day's mean", "Below 0.25 most of the time, for 15 minutes: the alarm DipsLinkSlow.",
                   [Query(f'dips_worker_link_bytes_per_second{{{CN}, slave=~"$slave"}} / '
                          f"on (run, name, slave, direction) (dips:link_bytes_per_second:mean1d{{{R}}} > 0)",
                          "{{name}} {{slave}} {{direction}}")],

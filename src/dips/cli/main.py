@@ -61,10 +61,8 @@ def main() -> NoReturn:
         cause = error.__context__ if isinstance(error, SystemExit) else error
         if not isinstance(cause, BrokenPipeError):
             raise
-        if not _reader_has_ended(printed):
-            raise (
-                cause if getattr(error, "code", 1) == 1 else error
-            ) from None  # another one, of which Typer says no word
+        if not _reader_has_ended(printed):  # another pipe is broken, and Typer's exit code 1 does not say so
+            raise (cause if getattr(error, "code", 1) == 1 else error) from None
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nothing may be flushed into it at the end
         code = NOT_READ
     sys.exit(code)

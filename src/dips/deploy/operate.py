@@ -91,11 +91,14 @@ class LiveDeployment:
         """What the file should say of who serves the run, in a sentence; empty where it does. Raises ConfigError where
         the one that serves would end, or be the standby of the other, in an empty directory."""
         run, names = self.deployment, {f"{self.deployment.name}-{one}": one for one in ("master", "standby")}
-        have = {
-            names[one["metadata"]["name"]]: tomllib.loads(one["data"]["master.toml"])["master"]["directory"]
-            for one in there
-            if one["kind"] == "ConfigMap" and one["metadata"]["name"] in names
-        }
+        have: dict[str, str] = {}
+        for one in (one for one in there if one["kind"] == "ConfigMap" and one["metadata"]["name"] in names):
+            name = one["metadata"]["name"]
+            try:
+                have[names[name]] = str(tomllib.loads(one["data"]["master.toml"])["master"]["directory"])
+            except (KeyError, TypeError, ValueError) as error:  # edited by hand
+                remedy = "delete it, and `dips deploy apply` makes it again"
+                raise ConfigError(f"ConfigMap {name} holds no settings of a master ({error}): {remedy}") from error
         wanted = {place.component: place.directory for place in run.masters}
         if "master" not in have:
             return ""

@@ -671,6 +671,9 @@ def test_who_serves_the_run_is_not_made_the_others_standby(
         edited(run, f"standby = 'here'\n{take_overs}", "")
         with pytest.raises(ConfigError, match=r"serves the run, and .* would end it"):
             run.live().difference()
+        run.apis["here"].objects["ConfigMap", "small-standby"]["data"] = {"master.toml": "[master"}
+        with pytest.raises(ConfigError, match="ConfigMap small-standby holds no settings of a master"):
+            run.live().difference()
 
 
 def test_a_run_moves_from_one_other_site(moving: Run) -> None:

@@ -86,7 +86,7 @@ def test_a_cluster_that_left_takes_its_alarm_with_it() -> None:
     bench.rounds(ALIKE_ROUNDS, *bench.ways)
     assert bench.status().alarms
     bench.result(bench.leave("b"))
-    assert not bench.status().alarms, "also where no round comes any more"
+    assert not bench.status().alarms, "also where no further round comes"
     bench.rounds(1, "a", "c")
     bench.back("b")
     bench.rounds(ALIKE_ROUNDS - 1, *bench.ways)

@@ -262,7 +262,8 @@ def status(shared: SharedState) -> StatusReply:
     leased_tokens = ledger.leases.leased_tokens() if ledger.leases else {}
     waiting = waiting_for(shared)
     lasts = "" if waiting.since_s is None else f", for {format_seconds(round(shared.now_s - waiting.since_s))}"
-    lasts += "" if waiting.until_s is None else f", for at most {format_seconds(round(waiting.until_s - shared.now_s))}"
+    if waiting.until_s is not None:  # it may have passed, and no Tick come yet
+        lasts += f", for at most {format_seconds(round(max(0.0, waiting.until_s - shared.now_s)))}"
     return StatusReply(
         shared.config.run_id,
         shared.epoch,

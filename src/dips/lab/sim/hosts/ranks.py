@@ -93,7 +93,7 @@ class Rank:
     """Those that it has not heard, oldest first."""
 
     def begin(self, job: int, carrier: Carrier) -> None:
-        """Carry this; what one of several ranks carried before is not wanted any more."""
+        """Carry this; what one of several ranks carried before is no longer wanted."""
         if self.part is not None:
             self.stop()
         self.carriers[job] = carrier
